@@ -1,0 +1,1070 @@
+"""serve.py: an LLM server with Shift Parallelism.
+
+What it does: keeps requests and their KV blocks, decides each step's tokens, runs the step in the
+mode that the switch picks, and speaks the OpenAI HTTP API. Every rank runs the same `Engine.step`
+on the same state; rank 0 also samples, reads the clock and talks to clients.
+
+What it does not know: how a mode works (shift.py), what a layer computes (model.py).
+
+    torchrun --nproc-per-node 8 serve.py           the server, on 8 ranks
+    python serve.py --nproc 8 --explain            the same, starting the ranks itself
+
+In reading order: requests and blocks, scheduler, outputs, engine, HTTP, main.
+"""
+import argparse
+import asyncio
+import hashlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from array import array
+from collections import OrderedDict, deque, namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field
+
+from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
+                   Tokenizer, find_model, sample)
+from shift import (Count, Layout, Link, LostRank, Switch, UserError, both_modes, connect,
+                   launch, split_ranks)
+
+# --------------------------------------------------------------------------------------------------
+# Requests and blocks. No torch, no clock, no HTTP: a simulator can drive the same objects.
+
+
+@dataclass(eq=False)
+class Request:
+    """What the schedulers know of a request, the same on every rank.
+
+    There is no prefill and no decode here: a request is "compute tokens[num_computed:]". A token
+    once sampled is appended to `tokens`, and computed in a later step like any other.
+    """
+    id: int
+    tokens: list                       # the prompt, then the output so far
+    num_prompt: int
+    num_computed: int = 0              # tokens whose keys and values are in the cache
+    blocks: list = None                # the block table: block i holds tokens [i*B, (i+1)*B)
+    hashes: list = None                # chained hashes of its first full blocks, as far as needed
+
+
+class BlockManager:
+    """The pool of KV blocks: reference counts, a prefix cache, eviction of the least recently used.
+
+    A block is in exactly one state:
+
+        empty   -> allocate -> used (references > 0) -> release -> empty
+                                 |  publish: its content has a name (hash)
+                                 v
+        evicted <- allocate <- cached (published, no references) <-> used: take, release
+
+    A published block is never written again, so any number of requests may read it.
+    """
+
+    def __init__(self, num_blocks, block_size):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.references = [0] * num_blocks
+        self.hash_of = [None] * num_blocks
+        self.block_of = {}                                   # hash -> block, the prefix cache
+        self.empty = list(range(num_blocks))[::-1]
+        self.cached = OrderedDict()                          # least recently used first
+
+    @property
+    def available(self):
+        return len(self.empty) + len(self.cached)
+
+    def pages(self, tokens):
+        return -(-tokens // self.block_size)
+
+    def extend_hashes(self, request, blocks):
+        """Name the first `blocks` full blocks: each hash covers all tokens before it too."""
+        for i in range(len(request.hashes), blocks):
+            tokens = request.tokens[i * self.block_size:(i + 1) * self.block_size]
+            parent = request.hashes[-1] if i else b""
+            request.hashes.append(hashlib.blake2b(parent + array("q", tokens).tobytes(),
+                                                  digest_size=16).digest())
+
+    def match(self, hashes):
+        """The longest run of cached blocks from the start."""
+        found = (self.block_of.get(h) for h in hashes)
+        return list(itertools.takewhile(lambda block: block is not None, found))
+
+    def take(self, blocks):
+        """One more reference to blocks that were matched."""
+        for block in blocks:
+            if self.references[block] == 0:
+                del self.cached[block]
+            self.references[block] += 1
+
+    def allocate(self, count):
+        """`count` blocks of one reference each; the caller has looked at `available`."""
+        blocks = []
+        for _ in range(count):
+            if self.empty:
+                block = self.empty.pop()
+            else:
+                block, _ = self.cached.popitem(last=False)   # evict
+                del self.block_of[self.hash_of[block]]
+                self.hash_of[block] = None
+            self.references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def publish(self, block, name):
+        """The block is full, computed and verified: others may read it under this hash."""
+        if self.hash_of[block] is None and name not in self.block_of:
+            self.hash_of[block], self.block_of[name] = name, block
+
+    def release(self, blocks):
+        """One reference less. The last blocks of a text are evicted before its first ones."""
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            if self.references[block] == 0 and self.hash_of[block] is None:
+                self.empty.append(block)
+            elif self.references[block] == 0:
+                self.cached[block] = None
+
+    def check(self):
+        """free + cached + used = total, and no block is two of them."""
+        used = {b for b, count in enumerate(self.references) if count}
+        assert all(count >= 0 for count in self.references), self.references
+        assert len(self.empty) + len(self.cached) + len(used) == self.num_blocks, (
+            f"{len(self.empty)} empty + {len(self.cached)} cached + {len(used)} used "
+            f"!= {self.num_blocks}")
+        assert len({*self.empty, *self.cached, *used}) == self.num_blocks, "a block in two states"
+        assert all(self.hash_of[block] == name for name, block in self.block_of.items())
+        assert all(self.hash_of[block] is None for block in self.empty)
+        assert all(self.block_of[self.hash_of[block]] == block for block in self.cached)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scheduler
+
+
+class Scheduler:
+    """Decides which tokens the next step computes. Deterministic: every rank runs its own copy on
+    the same messages and comes to the same plan, so the plan itself is never sent.
+
+    Promises, for any mix of requests: a running request gets at least one token in every step (a
+    decode never waits for a prefill, nor a prefill for decodes); a waiting one is admitted in the
+    step in which a seat and blocks for its whole prompt are free, first come first served; the
+    oldest request is never preempted, so something always finishes. It follows that a waiting
+    prompt runs after at most as many steps as the requests before it still need tokens.
+    """
+
+    def __init__(self, blocks, max_seqs, max_step_tokens):
+        self.blocks = blocks
+        self.max_seqs = min(max_seqs, max_step_tokens)       # each running request has its token
+        self.max_step_tokens = max_step_tokens
+        self.requests = {}                                   # id -> Request, all alive
+        self.running = []                                    # oldest first ...
+        self.waiting = deque()                               # ... and all older than these
+        self.plan = []                                       # [(request, tokens)] of this step
+        self.preemptions = self.prompt_tokens = self.cached_tokens = 0
+
+    def apply(self, sampled, finished, added):
+        """What happened since the last plan, in one fixed order.
+
+        sampled   for each request of the plan whose last token was computed: its new tokens
+        finished  ids to forget, whether complete or cancelled; added  [(id, prompt tokens)]
+        """
+        sampled = iter(sampled)
+        for request, count in self.plan:
+            request.num_computed += count
+            if request.num_computed == len(request.tokens):
+                request.tokens += next(sampled)
+            self._publish(request, count)
+        self.plan = []
+        for id in finished:
+            request = self.requests.pop(id)
+            if request.blocks is None:
+                self.waiting.remove(request)
+            else:
+                self.running.remove(request)
+                self.blocks.release(request.blocks)
+        for id, tokens in added:
+            request = Request(id, list(tokens), len(tokens), hashes=[])
+            self.requests[id] = request
+            self.waiting.append(request)
+
+    def _publish(self, request, count):
+        """Offer the blocks that the last `count` computed tokens have filled."""
+        size = self.blocks.block_size
+        full = request.num_computed // size
+        self.blocks.extend_hashes(request, full)
+        for i in range((request.num_computed - count) // size, full):
+            self.blocks.publish(request.blocks[i], request.hashes[i])
+
+    def schedule(self):
+        """Returns the plan: every running request with the number of tokens it computes now."""
+        self._grow()
+        while self.waiting and len(self.running) < self.max_seqs and self._admit(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
+        spare = self.max_step_tokens - len(self.running)     # one token each, the rest to the oldest
+        for request in self.running:
+            count = min(len(request.tokens) - request.num_computed, 1 + spare)
+            spare -= count - 1
+            self.plan.append((request, count))
+        return self.plan
+
+    def _grow(self):
+        """Blocks for the tokens that running requests have gained; too few: preempt the youngest."""
+        for request in list(self.running):
+            if request.blocks is None:                       # preempted a moment ago
+                break
+            need = self.blocks.pages(len(request.tokens)) - len(request.blocks)
+            while need > self.blocks.available and request.blocks is not None:
+                self._preempt(self.running.pop())
+            if request.blocks is not None:
+                request.blocks += self.blocks.allocate(need)
+
+    def _preempt(self, request):
+        """Give up the blocks; its tokens, output included, are computed again when it is back. It is
+        older than all who wait, and what it published it will find in the prefix cache."""
+        self.blocks.release(request.blocks)
+        request.blocks, request.num_computed = None, 0
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _admit(self, request):
+        """Blocks for all its tokens, from the prefix cache where possible. The last token is always
+        computed, for its logits, so it is never in a matched block and no matched block is written.
+        One block stays free for each running request, or they would preempt it straight away."""
+        full = (len(request.tokens) - 1) // self.blocks.block_size
+        self.blocks.extend_hashes(request, full)
+        matched = self.blocks.match(request.hashes[:full])
+        need = self.blocks.pages(len(request.tokens)) - len(matched)
+        idle = sum(self.blocks.references[block] == 0 for block in matched)
+        if need + idle + len(self.running) > self.blocks.available:
+            return False
+        self.blocks.take(matched)
+        request.blocks = matched + self.blocks.allocate(need)
+        request.num_computed = len(matched) * self.blocks.block_size
+        self.prompt_tokens += len(request.tokens)
+        self.cached_tokens += request.num_computed
+        return True
+
+    def check(self):
+        """The invariants, for tests and --check: cheap enough for every step of a small pool."""
+        self.blocks.check()
+        held = [block for request in self.running for block in request.blocks]
+        assert sum(self.blocks.references) == len(held), "references without a request"
+        assert all(request.blocks is None for request in self.waiting)
+        assert len(self.running) + len(self.waiting) == len(self.requests)
+        for request in self.running:
+            assert request.num_computed < len(request.tokens) <= (
+                len(request.blocks) * self.blocks.block_size), request
+
+    def digest(self):
+        """A number that differs when the state does: ranks compare it (--check)."""
+        state = [(r.id, r.num_computed, r.tokens, r.blocks) for r in self.running], [
+            (r.id, r.tokens) for r in self.waiting], self.blocks.empty, list(self.blocks.cached)
+        return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------
+# Outputs: what clients see. Rank 0 only.
+
+Event = namedtuple("Event", "output text samples finish")    # finish: None, or why it ended
+
+
+class Output:
+    """The text of one request as it grows: stop strings, half characters, log-probabilities."""
+
+    def __init__(self, id, prompt, params, tokenizer, index=0, queue=None):
+        self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
+        self.index, self.queue = index, queue                # for whoever reads the events
+        self.tokens, self.text, self.samples, self.finish = [], "", [], None
+        self.decoder, self.held = tokenizer.decoder(), ""
+
+    def push(self, one):
+        """Take one Sample; returns the Event: the text that is now certain, and whether it ends."""
+        self.tokens.append(one.token)
+        ended = one.token in self.tokenizer.eos and not self.params.ignore_eos
+        if ended:
+            self.finish = "stop"
+        elif len(self.tokens) >= self.params.max_tokens:
+            self.finish = "length"
+        added = b"" if ended else self.tokenizer.token_bytes(one.token)
+        self.held += self.decoder.decode(added, final=self.finish is not None)
+        found = [at for at in map(self.held.find, self.params.stop) if at >= 0]
+        if found:
+            self.finish, self.held = "stop", self.held[:min(found)]
+        text, self.held = self._split(self.held)
+        self.text += text
+        if self.params.logprobs is not None:
+            self.samples.append(one)
+        return Event(self, text, [one], self.finish)
+
+    def _split(self, held):
+        """(text to send, text to keep): an end that may be the start of a stop string is kept."""
+        if self.finish is None and self.params.stop:
+            for size in range(min(len(held), max(map(len, self.params.stop)) - 1), 0, -1):
+                if any(stop.startswith(held[-size:]) for stop in self.params.stop):
+                    return held[:-size], held[-size:]
+        return held, ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Engine
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything an Engine can be told; the command line has the same names."""
+    model: str = str(Path(__file__).parent / "assets" / "tiny")
+    sp: int = None                     # default: all ranks (CPU), or what fits the GPUs
+    tp: int = None
+    threshold: str = "auto"            # or N: steps of at most N tokens run in shift mode
+    mode: str = "shift"                # "tp" or "sp" pin one mode, for comparison
+    link: str = "auto"
+    dtype: str = "auto"                # float32 on a CPU, the checkpoint's on a GPU
+    max_model_len: int = None          # default: what the model was trained for, if the pool holds it
+    max_step_tokens: int = 2048
+    max_seqs: int = 256
+    kv_blocks: int = None              # default: a quarter of the memory (CPU), 80 % of the rest (GPU)
+    block_size: int = 16
+    explain: bool = False              # print a line for each step
+    check: bool = False                # check invariants and compare the ranks' states, every step
+
+    def __post_init__(self):
+        for name in ("sp", "tp", "max_model_len", "max_step_tokens", "max_seqs", "kv_blocks",
+                     "block_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        for name, choices in (("mode", ("shift", "tp", "sp")), ("link", ("auto", "nccl", "gloo")),
+                              ("dtype", ("auto", "float32", "bfloat16", "float16"))):
+            if getattr(self, name) not in choices:
+                raise UserError(f"--{name} {getattr(self, name)} is none of {', '.join(choices)}")
+        if self.threshold != "auto" and not str(self.threshold).isdigit():
+            raise UserError(f"--threshold {self.threshold} must be auto or a number of tokens")
+
+
+class ContextError(UserError):
+    """The request is longer than the context."""
+
+
+def make_link(name, ranks=None):
+    """The collectives' backend, the device, and the threads: all cores, divided over the ranks."""
+    local, here = (int(os.environ.get(key, default)) for key, default in
+                   (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    gpus = torch.cuda.device_count() if name != "gloo" else 0
+    if name == "nccl" and not gpus:
+        raise UserError("--link nccl needs NVIDIA GPUs, and there are none here: use --link gloo")
+    if gpus and here > gpus:
+        raise UserError(f"{here} ranks on a host with {gpus} GPUs: start {gpus}, or use --link gloo "
+                        f"to run on the CPU")
+    if gpus:
+        torch.cuda.set_device(local)
+        return Link("nccl", ranks, f"cuda:{local}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // here))
+    return Link("gloo", ranks)
+
+
+class Engine:
+    """One model on the ranks of one link. Every rank makes one and calls the same methods.
+
+        engine = Engine(model="assets/tiny", threshold=64)
+        outputs = engine.generate(["Once upon a time"], SamplingParams(max_tokens=50))
+
+    Between two steps rank 0 sends one message; every rank applies it and schedules alone. Several
+    engines can live in one world: `ranks` names those of this one.
+    """
+    IDLE_TICK = 5.0                    # seconds between signs of life while there is nothing to do
+    TIMED = 64                         # tokens of a prompt in the calibration of the switch
+
+    def __init__(self, ranks=None, **options):
+        self.started = time.perf_counter()
+        self.options = Options(**options)
+        if not dist.is_initialized():
+            connect()
+        self.link = make_link(self.options.link, ranks)
+        self.rank = self.link.rank
+        self._load()
+        self._allocate_kv()
+        self.scheduler = Scheduler(BlockManager(self.num_blocks, self.options.block_size),
+                                   self.options.max_seqs, self.options.max_step_tokens)
+        self.switch = self._make_switch()
+        self._same_everywhere()
+        self.step_count, self.sampled, self.finished = 0, [], []
+        self.outputs = {}              # id -> Output, alive; rank 0, the engine's thread only
+        self.inbox, self.dropped, self.ids = [], [], itertools.count()
+        self.wake = threading.Condition()                    # guards inbox, ids, closing, deadline
+        self.closing, self.deadline = False, None            # end when done; when to stop waiting
+        self.on_events = lambda events: None                 # called once a step with all its events
+
+    # Start-up
+
+    def _load(self):
+        options, link = self.options, self.link
+        sp, tp = split_ranks(link.size, options.sp, options.tp)
+        if options.model.startswith("random:"):
+            config = Config.random(options.model[len("random:"):])
+            source = RandomWeights(config)
+            self.tokenizer = RawTokens(config)
+        else:
+            directory = self._find_model()
+            with link.together():
+                config = Config.read(directory)
+                Layout(sp, tp, config.heads, config.kv_heads, config.ffn)  # fails before the reading
+                source = Checkpoint(directory, config)
+                self.tokenizer = Tokenizer(directory, config) if self.rank == 0 else None
+        self.config = config
+        self.layout = Layout(sp, tp, config.heads, config.kv_heads, config.ffn)
+        dtype = options.dtype
+        if dtype == "auto":
+            dtype = "float32" if link.device.type == "cpu" else config.dtype
+        self.base, self.shift = both_modes(self.layout, link)
+        with link.together():
+            self.model = Llama(config, source, self.layout, link, (self.base, self.shift),
+                               min(config.max_len, options.max_model_len or config.max_len),
+                               getattr(torch, dtype))
+        self.fingerprint = (config, options, source.fingerprint, link.backend)
+
+    def _find_model(self):
+        """The model's directory. One rank of a host downloads; the others ask twice a second
+        whether it is done, so that no time-out of theirs cuts a long download short."""
+        if Path(self.options.model).is_dir():
+            return self.options.model
+        first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        found = ThreadPoolExecutor(1).submit(find_model, self.options.model) if first else None
+        while not all(self.link.gather(not first or found.done())):
+            time.sleep(0.5)
+        with self.link.together():
+            return found.result() if first else find_model(self.options.model)
+
+    def _allocate_kv(self):
+        """The pool: as many blocks as asked for or as fit, the same number on every rank."""
+        options, config = self.options, self.config
+        size = 2 * config.layers * self.layout.k * options.block_size * config.head_dim
+        size *= self.model.dtype.itemsize
+        longest = min(config.max_len, options.max_model_len or config.max_len)
+        if options.max_model_len and options.max_model_len > config.max_len:
+            raise UserError(f"--max-model-len {options.max_model_len} is more than the "
+                            f"{config.max_len} tokens the model was trained for")
+        pages = -(-longest // options.block_size)
+        if self.link.device.type == "cpu":
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // here
+        else:
+            memory = int(torch.cuda.mem_get_info(self.link.device)[0] * 0.8)
+        fits = min(self.link.gather(memory // size))
+        self.num_blocks = options.kv_blocks or min(fits, pages * options.max_seqs)
+        self.max_model_len = min(longest, self.num_blocks * options.block_size)
+        if self.max_model_len < (options.max_model_len or 1):
+            raise UserError(f"--max-model-len {options.max_model_len} does not fit the KV pool of "
+                            f"{self.num_blocks} blocks x {options.block_size} tokens: raise "
+                            f"--kv-blocks or lower it")
+        self.model.allocate_kv(self.num_blocks, options.block_size)
+
+    def _make_switch(self):
+        options, most = self.options, self.options.max_step_tokens
+        if options.mode != "shift":
+            return Switch.at(most if options.mode == "tp" else -1, most, f"pinned by --mode {options.mode}")
+        if options.threshold != "auto":
+            return Switch.at(int(options.threshold), most)
+        if self.link.size == 1:
+            return Switch.at(most, most, "one rank: the modes are the same")
+        switch = Switch.measured(self._time_step, most, self.link)
+        self.link.counts.clear()
+        for kv in self.model.kv:
+            kv[:, :self.scheduler.blocks.pages(self.TIMED)].zero_()
+        return switch
+
+    @torch.inference_mode()
+    def _time_step(self, name, tokens):
+        """Seconds of two layers (all are alike) for prompts of up to TIMED tokens."""
+        length = min(self.TIMED, tokens, self.max_model_len)
+        starts = torch.arange(0, tokens, length)
+        batch = Batch(token_ids=torch.zeros(tokens, dtype=torch.int64),
+                      positions=torch.arange(tokens) % length,
+                      slot_mapping=torch.arange(tokens) % length,
+                      block_tables=torch.arange(self.scheduler.blocks.pages(length),
+                                                dtype=torch.int32).expand(len(starts), -1),
+                      query_starts=torch.cat([starts, torch.tensor([tokens])]).int(),
+                      context_lens=(tokens - starts).clamp(max=length).int(),
+                      rows=[]).to(self.link.device)
+        mode = self.base if name == "base" else self.shift
+        x = self.model.embed(batch, mode)
+        self.link.barrier()
+        start = time.perf_counter()
+        self.model.run_layers(x, 0, min(2, self.config.layers), mode, batch)
+        if self.link.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def _same_everywhere(self):
+        """Ranks that were started differently would wait for each other for ever: say so instead."""
+        prints = self.link.gather(repr(self.fingerprint))
+        for rank, other in enumerate(prints):
+            if other != prints[0]:
+                raise UserError(f"rank {rank} runs another model, link or options than rank 0: "
+                                f"{other} against {prints[0]}")
+
+    # Running
+
+    def step(self):
+        """One turn, the same on every rank; False once there will be no more."""
+        message = self.link.broadcast(self._next_message() if self.rank == 0 else None)
+        self.scheduler.apply(message["sampled"], message["finished"], message["added"])
+        if message["stop"]:
+            return False
+        plan = self.scheduler.schedule()
+        if self.options.check:
+            self._check()
+        if not plan:
+            self.link.barrier()                              # an idle tick: everybody is alive
+            return True
+        start = time.perf_counter()
+        before = {key: replace(count) for key, count in self.link.counts.items()}
+        tokens = sum(count for _, count in plan)
+        mode = self.shift if self.switch(tokens) == "shift" else self.base      # the switch
+        batch, sampling = self._build(plan)
+        logits = self.model.forward(batch, mode)
+        if self.rank == 0:
+            self._deliver(sampling, logits)
+        self.step_count += 1
+        if self.options.explain and self.rank == 0:
+            self._explain(plan, tokens, mode, before, time.perf_counter() - start)
+        return True
+
+    def run(self):
+        """Steps until `close` was called on rank 0 and all is done."""
+        while self.step():
+            pass
+
+    def generate(self, prompts, params=SamplingParams()):
+        """Continue each prompt (a text or token ids); returns their Outputs, on rank 0.
+
+        Call it on every rank. Rank 0's arguments count; the other ranks return None.
+        """
+        outputs = None
+        if self.rank == 0:
+            ids = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+            for prompt in ids:
+                self.admissible(prompt, params)              # all, before the first one runs
+            outputs = [self.submit(prompt, params, index=i) for i, prompt in enumerate(ids)]
+            self.close()
+        self.run()
+        self.closing = False
+        return outputs
+
+    def _build(self, plan):
+        """The plan as tensors, and the requests whose next token this step samples."""
+        size = self.options.block_size
+        token_ids, positions, slots, starts, rows, sampling = [], [], [], [0], [], []
+        for request, count in plan:
+            first, last = request.num_computed, request.num_computed + count
+            token_ids += request.tokens[first:last]
+            positions += range(first, last)
+            slots += [request.blocks[i // size] * size + i % size for i in range(first, last)]
+            starts.append(starts[-1] + count)
+            if last == len(request.tokens):
+                rows.append(starts[-1] - 1)
+                sampling.append(request)
+        pages = max(len(request.blocks) for request, _ in plan)
+        tables = [request.blocks + [0] * (pages - len(request.blocks)) for request, _ in plan]
+        contexts = [request.num_computed + count for request, count in plan]
+        whole, short = torch.int64, torch.int32
+        batch = Batch(token_ids=torch.tensor(token_ids, dtype=whole),
+                      positions=torch.tensor(positions, dtype=whole),
+                      slot_mapping=torch.tensor(slots, dtype=whole),
+                      block_tables=torch.tensor(tables, dtype=short),
+                      query_starts=torch.tensor(starts, dtype=short),
+                      context_lens=torch.tensor(contexts, dtype=short), rows=rows)
+        return batch.to(self.link.device), sampling
+
+    def _check(self):
+        self.scheduler.check()
+        digests = self.link.gather(self.scheduler.digest())
+        assert len(set(digests)) == 1, f"step {self.step_count}: the ranks disagree: {digests}"
+
+    def _explain(self, plan, tokens, mode, before, seconds):
+        decodes = sum(request.num_computed >= request.num_prompt for request, _ in plan)
+        sent = []
+        for (op, what), now in self.link.counts.items():
+            was = before.get((op, what), Count())
+            calls = now.calls - was.calls
+            if calls:
+                sent.append(f"{what} {op} {calls} x {(now.bytes - was.bytes) / calls / 1024:.1f} KB")
+        print(f"step {self.step_count:4} | {tokens:4} tokens: {tokens - decodes} prefill, {decodes} decode "
+              f"| {mode.name:5} sp {mode.sp} x tp {mode.tp}, {self.switch.reason(tokens)} | "
+              f"{seconds * 1000:.1f} ms | rank 0 sent {', '.join(sent) or 'nothing'}", flush=True)
+
+    # Rank 0: clients on one side, the message to all ranks on the other
+
+    def admissible(self, prompt, params):
+        """Raise UserError if this request could never run, so that nothing waits for ever."""
+        if not prompt:
+            raise UserError("the prompt is empty: give it at least one token id")
+        bad = [t for t in prompt if not 0 <= t < self.config.vocab]
+        if bad:
+            raise UserError(f"token id {bad[0]} is not in the vocabulary of {self.config.vocab}")
+        if len(prompt) + params.max_tokens > self.max_model_len:
+            raise ContextError(f"this model's maximum context length is {self.max_model_len} tokens; "
+                               f"the prompt has {len(prompt)} and max_tokens is {params.max_tokens}")
+
+    def submit(self, prompt, params, index=0, queue=None):
+        """Queue a request (any thread); its Events come through `on_events`, step by step."""
+        self.admissible(prompt, params)
+        if params.seed is None:
+            params = replace(params, seed=int.from_bytes(os.urandom(8), "big"))
+        with self.wake:
+            output = Output(next(self.ids), prompt, params, self.tokenizer, index, queue)
+            self.inbox.append(output)
+            self.wake.notify()
+        return output
+
+    def cancel(self, output):
+        """Forget a request (any thread), whatever state it is in; no harm if it has ended."""
+        with self.wake:
+            self.dropped.append(output)
+            self.wake.notify()
+
+    def close(self, grace=None):
+        """Finish what is queued, then end `run`; after `grace` seconds cancel what is left."""
+        with self.wake:
+            self.closing = True
+            self.deadline = None if grace is None else time.monotonic() + grace
+            self.wake.notify()
+
+    def _next_message(self):
+        """What all ranks must know before the next step; waits here while there is nothing to do."""
+        with self.wake:
+            if not (self.outputs or self.finished):
+                self.wake.wait_for(lambda: self.inbox or self.closing, timeout=self.IDLE_TICK)
+            added = [output for output in self.inbox if output not in self.dropped]
+            dropped = [output for output in self.dropped if output.id in self.outputs]
+            self.inbox, self.dropped = [], []
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                added, dropped = [], [*self.outputs.values(), *added]
+        for output in dropped:
+            output.finish = "cancelled"
+            if self.outputs.pop(output.id, None):
+                self.finished.append(output.id)
+        if dropped:
+            self.on_events([Event(output, "", [], output.finish) for output in dropped])
+        self.outputs |= {output.id: output for output in added}
+        message = {"sampled": self.sampled, "finished": self.finished,
+                   "added": [(output.id, output.prompt) for output in added],
+                   "stop": self.closing and not self.outputs}
+        self.sampled, self.finished = [], []
+        return message
+
+    def _deliver(self, sampling, logits):
+        """Sample, and tell the clients. The other ranks hear of it in the next message."""
+        if not sampling:
+            return
+        outputs = [self.outputs[request.id] for request in sampling]
+        samples = sample(logits, [output.params for output in outputs],
+                         [len(request.tokens) for request in sampling])
+        self.sampled = [[one.token] for one in samples]
+        events = [output.push(one) for output, one in zip(outputs, samples)]
+        for output in outputs:
+            if output.finish:
+                self.finished.append(output.id)
+                del self.outputs[output.id]
+        self.on_events(events)
+
+
+# --------------------------------------------------------------------------------------------------
+# HTTP: the OpenAI API
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What both kinds of completion have in common. Types are strict: "5" is not a number."""
+    model_config = ConfigDict(strict=True, extra="allow")
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Accepted at the value that changes nothing, refused at any other rather than ignored.
+    UNSUPPORTED: ClassVar = {"echo": False, "best_of": 1, "suffix": "", "frequency_penalty": 0,
+                             "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
+                             "tools": [], "response_format": {"type": "text"}}
+
+    def sampling(self, max_tokens, logprobs):
+        """SamplingParams, which check the values. Null means the default, as OpenAI has it."""
+        for name, plain in self.UNSUPPORTED.items():
+            if (self.model_extra.get(name) or plain) != plain:
+                raise UserError(f"{name} is not supported, only its default {plain!r}")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given = {name: getattr(self, name) for name in
+                 ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")}
+        return SamplingParams(max_tokens=max_tokens, stop=tuple(stop), logprobs=logprobs,
+                              **{name: value for name, value in given.items() if value is not None})
+
+
+class CompletionBody(Body):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: str
+    content: str
+
+
+class ChatBody(Body):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class Failure(Exception):
+    """An answer other than 200, in OpenAI's format."""
+
+    def __init__(self, status, message, code=None):
+        self.status = status
+        self.body = {"error": {"message": message, "param": None, "code": code, "type":
+                               "invalid_request_error" if status < 500 else "server_error"}}
+
+
+class Api:
+    """The routes, over one engine. They run in uvicorn's thread: towards the engine they call
+    `submit` and `cancel`; from it, events come once a step and go to each call's own queue."""
+
+    def __init__(self, engine, name):
+        self.engine, self.name, self.tokenizer = engine, name, engine.tokenizer
+        self.created = int(time.time())
+
+    def app(self):
+        from fastapi import FastAPI, Request as HTTPRequest
+        from fastapi.exceptions import RequestValidationError
+        from fastapi.responses import JSONResponse
+        from starlette.exceptions import HTTPException
+        app = FastAPI(title="nanoshift", version="1")
+
+        @app.exception_handler(Failure)
+        async def failed(request, error):
+            return JSONResponse(error.body, error.status)
+
+        @app.exception_handler(UserError)
+        async def refused(request, error):
+            code = "context_length_exceeded" if isinstance(error, ContextError) else None
+            return JSONResponse(Failure(400, str(error), code).body, 400)
+
+        @app.exception_handler(RequestValidationError)
+        async def invalid(request, error):
+            first = error.errors()[0]
+            message = f"{'.'.join(map(str, first['loc'][1:])) or 'body'}: {first['msg']}"
+            if "json" not in request.headers.get("content-type", ""):
+                message = "the body must be JSON, with the header content-type: application/json"
+            elif first["type"] == "json_invalid":
+                message = f"the body is not valid JSON: {first['ctx']['error']}"
+            return JSONResponse(Failure(400, message).body, 400)
+
+        @app.exception_handler(HTTPException)
+        async def other(request, error):
+            return JSONResponse(Failure(error.status_code, str(error.detail)).body,
+                                error.status_code)
+
+        @app.get("/health")
+        async def health():
+            return {"status": "closing" if self.engine.closing else "ok"}
+
+        @app.get("/v1/models")
+        async def models():
+            return {"object": "list", "data": [
+                {"id": self.name, "object": "model", "created": self.created,
+                 "owned_by": "nanoshift", "max_model_len": self.engine.max_model_len}]}
+
+        @app.post("/v1/completions")
+        async def completions(body: CompletionBody, request: HTTPRequest):
+            prompts = body.prompt
+            if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
+                prompts = [prompts]
+            if not all(prompts):
+                raise UserError("the prompt is empty: give it at least one character or token id")
+            prompts = [await asyncio.to_thread(self.tokenizer.encode, one) if isinstance(one, str)
+                       else one for one in prompts]
+            params = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs)
+            return await self._answer(body, request, prompts, params, chat=False)
+
+        @app.post("/v1/chat/completions")
+        async def chat_completions(body: ChatBody, request: HTTPRequest):
+            messages = [message.model_dump() for message in body.messages]
+            prompt = await asyncio.to_thread(self.tokenizer.chat, messages)
+            room = max(1, self.engine.max_model_len - len(prompt))
+            asked = [most for most in (body.max_completion_tokens, body.max_tokens)
+                     if most is not None]
+            params = body.sampling(asked[0] if asked else room,
+                                   (body.top_logprobs or 0) if body.logprobs else None)
+            return await self._answer(body, request, [prompt], params, chat=True)
+
+        return app
+
+    async def _answer(self, body, request, prompts, params, chat):
+        """Submit every choice of every prompt, all or none, and stream or collect their events."""
+        from fastapi.responses import JSONResponse, StreamingResponse
+        n = 1 if body.n is None else body.n
+        if body.model not in (None, self.name):
+            raise Failure(404, f"the model {body.model!r} does not exist; this server has "
+                               f"{self.name!r}", "model_not_found")
+        if not 1 <= n <= 128:
+            raise UserError(f"n = {n} must be between 1 and 128")
+        if self.engine.closing:
+            raise Failure(503, "the server is shutting down")
+        for prompt in prompts:
+            self.engine.admissible(prompt, params)
+        queue, seed = asyncio.Queue(), params.seed
+        outputs = [self.engine.submit(
+            prompt, params if seed is None else replace(params, seed=seed + choice),
+            index * n + choice, queue) for index, prompt in enumerate(prompts)
+            for choice in range(n)]
+        head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{os.urandom(12).hex()}",
+                "object": "chat.completion" if chat else "text_completion",
+                "created": int(time.time()), "model": self.name}
+        prompt_tokens = sum(map(len, prompts))
+        if body.stream:
+            usage = body.stream_options and body.stream_options.include_usage
+            return StreamingResponse(self._stream(head, outputs, queue, chat,
+                                                  prompt_tokens if usage else None),
+                                     media_type="text/event-stream")
+        collect = asyncio.create_task(self._collect(outputs, queue))
+        leave = asyncio.create_task(self._until_gone(request))
+        try:
+            await asyncio.wait({collect, leave}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._cancel(outputs)
+            leave.cancel()
+        if not collect.done():                               # nobody is there to answer
+            collect.cancel()
+            raise Failure(499, "the client has left")
+        collect.result()
+        choices = [self._choice(chat, output, output.text, output.samples, output.finish)
+                   for output in outputs]
+        return JSONResponse({**head, "choices": choices, "usage": self._usage(prompt_tokens, outputs)})
+
+    async def _stream(self, head, outputs, queue, chat, prompt_tokens):
+        """Server-sent events: a chunk for each step that has text, usage if asked for, [DONE]."""
+        head = {**head, "object": "chat.completion.chunk" if chat else "text_completion"}
+        pack = lambda **rest: f"data: {json.dumps({**head, **rest}, ensure_ascii=False)}\n\n"
+        try:
+            if chat:
+                for output in outputs:
+                    yield pack(choices=[{"index": output.index, "finish_reason": None, "delta": {
+                        "role": "assistant", "content": ""}}])
+            async for event in self._events(outputs, queue):
+                if event.text or event.finish or event.output.params.logprobs is not None:
+                    yield pack(choices=[self._choice(chat, *event, streaming=True)])
+            if prompt_tokens is not None:
+                yield pack(choices=[], usage=self._usage(prompt_tokens, outputs))
+            yield "data: [DONE]\n\n"
+        except Failure as error:                             # too late for a status: an error event
+            yield f"data: {json.dumps(error.body)}\n\n"
+        finally:
+            self._cancel(outputs)
+
+    async def _events(self, outputs, queue):
+        left = len(outputs)
+        while left:
+            event = await queue.get()
+            if event.finish == "cancelled":
+                raise Failure(503, "the server is shutting down")
+            left -= event.finish is not None
+            yield event
+
+    async def _collect(self, outputs, queue):
+        async for _ in self._events(outputs, queue):
+            pass
+
+    async def _until_gone(self, request):
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    def _cancel(self, outputs):
+        for output in outputs:
+            if output.finish is None:
+                self.engine.cancel(output)
+
+    def dispatch(self, events):
+        for event in events:
+            event.output.queue.put_nowait(event)
+
+    def _usage(self, prompt_tokens, outputs):
+        completion = sum(len(output.tokens) for output in outputs)
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion,
+                "total_tokens": prompt_tokens + completion}
+
+    def _choice(self, chat, output, text, samples, finish, streaming=False):
+        if chat:
+            content = {"delta" if streaming else "message": {"role": "assistant", "content": text}}
+        else:
+            content = {"text": text}
+        logprobs = None
+        if output.params.logprobs is not None:
+            logprobs = (self._chat_logprobs if chat else self._logprobs)(samples)
+        return {"index": output.index, **content, "logprobs": logprobs, "finish_reason": finish}
+
+    def _token(self, token):
+        return self.tokenizer.token_bytes(token).decode(errors="replace")
+
+    def _logprobs(self, samples):
+        lengths = itertools.accumulate((len(self._token(one.token)) for one in samples), initial=0)
+        return {"tokens": [self._token(one.token) for one in samples],
+                "token_logprobs": [one.logprob for one in samples],
+                "top_logprobs": [{self._token(t): p for t, p in one.top} for one in samples],
+                "text_offset": list(lengths)[:-1]}
+
+    def _chat_logprobs(self, samples):
+        entry = lambda token, logprob: {"token": self._token(token), "logprob": logprob,
+                                        "bytes": list(self.tokenizer.token_bytes(token))}
+        return {"content": [{**entry(one.token, one.logprob),
+                             "top_logprobs": [entry(*pair) for pair in one.top]} for one in samples]}
+
+
+# --------------------------------------------------------------------------------------------------
+# main
+
+
+def parse(argv):
+    """The command line; a mistake in it is a UserError, so that one rank can say it once."""
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise UserError(f"{message} (see --help)")
+    parser = Parser(prog="serve.py", description="Serve a Llama with Shift Parallelism.",
+                    allow_abbrev=False)
+    add = parser.add_argument
+    add("--nproc", type=int, help="start this many ranks on this host (without torchrun)")
+    add("--model", default=Options.model, help="directory, hub id, or random:dim=512,layers=8,...")
+    add("--sp", type=int, help="sequence-parallel degree of base mode")
+    add("--tp", type=int, help="tensor-parallel degree of base mode; sp * tp = ranks")
+    add("--threshold", default="auto", help="shift mode up to N tokens in a step; auto: measure")
+    add("--mode", default="shift", help="shift; tp or sp pin one mode")
+    add("--link", default="auto", help="auto, nccl or gloo")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add("--max-model-len", type=int, help="longest prompt + output")
+    add("--max-step-tokens", type=int, default=Options.max_step_tokens, help="tokens in a step")
+    add("--max-seqs", type=int, default=Options.max_seqs, help="requests in a step")
+    add("--kv-blocks", type=int, help="blocks in the KV pool; default: by memory")
+    add("--block-size", type=int, default=Options.block_size, help="tokens in a KV block")
+    add("--explain", action="store_true", help="print a line for each step")
+    add("--check", action="store_true", help="check all invariants in each step (slow)")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add("--grace", type=float, default=20, help="seconds to finish running requests on SIGTERM")
+    args = parser.parse_args(argv)
+    if args.nproc is not None and args.nproc < 1:
+        raise UserError(f"--nproc {args.nproc} must be at least 1")
+    if not 0 <= args.port < 65536:
+        raise UserError(f"--port {args.port} must be between 0 and 65535")
+    options = Options(**{f.name: getattr(args, f.name) for f in fields(Options)})
+    return args, options
+
+
+def bind(host, port):
+    """The server's socket, taken before the model is loaded: a port in use shows at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        return listener
+    except OSError as e:
+        raise UserError(f"--host {host} --port {port}: {e.strerror}; choose another") from None
+
+
+def serve(args, options):
+    """One rank's life, from joining the others to leaving; returns the exit code."""
+    began = time.perf_counter()
+    rank = connect()
+    try:
+        control = Link("gloo")
+        with control.together():
+            listener = bind(args.host, args.port) if rank == 0 else None
+        engine = Engine(**vars(options))
+        # Only rank 0 decides about the end; the others hear of it in the next message.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        if rank == 0:
+            finish = start_http(engine, args, listener, began)
+        engine.run()
+        if rank == 0:
+            finish()
+    except UserError as e:
+        if rank == 0:
+            print(f"serve.py: {e}", file=sys.stderr, flush=True)
+        return 2
+    except LostRank as e:
+        print(f"serve.py: rank {rank}: {e}", file=sys.stderr, flush=True)
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def start_http(engine, args, listener, began):
+    """Serve from a thread of its own, handle signals; returns the function that ends it."""
+    import uvicorn
+    name = args.model.rstrip("/").removeprefix(str(Path(__file__).parent) + "/")
+    api = Api(engine, name)
+    server = uvicorn.Server(uvicorn.Config(api.app(), log_level="warning", access_log=False))
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        engine.on_events = lambda events: loop.call_soon_threadsafe(api.dispatch, events)
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+
+    def stop(number, frame):           # once: finish what runs; twice: at once
+        threading.Thread(target=engine.close, args=(0 if engine.closing else args.grace,)).start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    host, port = listener.getsockname()[:2]
+    print(f"nanoshift: {name} on {engine.link.size} ranks (sp {engine.layout.sp} x tp "
+          f"{engine.layout.tp}), {engine.switch} ({engine.switch.why}), {engine.num_blocks} KV blocks, "
+          f"context {engine.max_model_len}\n"
+          f"ready in {time.perf_counter() - began:.1f} s: http://{host}:{port}", flush=True)
+
+    def finish():
+        server.should_exit = True
+        thread.join(timeout=5)
+    return finish
+
+
+def main(argv=None):
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        args, options = parse(argv)
+    except UserError as e:
+        if first:
+            print(f"serve.py: {e}", file=sys.stderr, flush=True)
+        return 2
+    if args.nproc and "RANK" not in os.environ:
+        return launch(serve, args.nproc, args, options)
+    return serve(args, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

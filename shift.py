@@ -1,0 +1,550 @@
+"""shift.py: Shift Parallelism itself: who owns what, how ranks talk, and when to switch.
+
+What it does: `Layout` says which heads, weight rows and tokens each rank owns; `Mode` is one of the
+two ways to run a step over that layout; `Link` carries every collective, by name, and counts it;
+`Switch` picks the mode for a step. Nothing is hidden in hooks or global state.
+
+What it does not know: Llama, requests, HTTP.
+
+    python shift.py --ranks 8 --sp 4 --tp 2 --heads 16 --kv-heads 4      who owns what, and the bytes
+
+The idea ("Shift Parallelism", arXiv 2509.16495, section 3). A rank is a pair (s, t): it holds slice
+s of the tokens and shard t of the weights, `rank = s * tp + t`. Cut every layer into P = sp * tp
+equal blocks, each with h = H/P query heads, their KV heads, and f = F/P MLP columns. Then
+
+    rank (s, t) computes attention for block  b = t * sp + s  in BOTH modes.
+
+In base mode (Ulysses sequence parallel over sp, tensor parallel over tp) rank (s, t) multiplies its
+slice of the tokens by the sp blocks of shard t, and an all_to_all over the sp group gives every rank
+all tokens of its own block. In shift mode (tensor parallel over all P) it multiplies all tokens by
+block b alone. Either way the keys and values of block b land on the same rank, so the KV cache is
+valid in both modes, and block b is a contiguous slice of shard t, so the weights are too: a switch
+moves nothing.
+"""
+import argparse
+import datetime
+import json
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend. The message carries the value and the remedy, in one line."""
+
+
+class LostRank(RuntimeError):
+    """A collective failed: another rank has gone, so this one cannot go on either."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Who owns what
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rank owns which heads, MLP columns and tokens: pure arithmetic, no tensors, no processes.
+
+    sp, tp      sequence-parallel and tensor-parallel degrees of base mode; P = sp * tp ranks
+    heads       H, query heads           kv_heads  K, key/value heads           ffn  F, MLP width
+    """
+    sp: int
+    tp: int
+    heads: int
+    kv_heads: int
+    ffn: int
+
+    def __post_init__(self):
+        if min(self.sp, self.tp, self.heads, self.kv_heads, self.ffn) < 1:
+            raise UserError(f"{self}: every size must be at least 1")
+        fits = [p for p in range(1, self.heads + 1) if self._fits(p)]
+        if self.ranks not in fits:
+            raise UserError(
+                f"{self.ranks} ranks (sp {self.sp} x tp {self.tp}) cannot share {self.heads} heads, "
+                f"{self.kv_heads} KV heads and MLP width {self.ffn} equally; "
+                f"these rank counts can: {', '.join(map(str, fits))}")
+
+    def _fits(self, p):
+        shared = self.kv_heads % p == 0 or p % self.kv_heads == 0
+        return self.heads % p == 0 and self.ffn % p == 0 and shared
+
+    @property
+    def ranks(self):
+        return self.sp * self.tp
+
+    @property
+    def h(self):                       # query heads of one block
+        return self.heads // self.ranks
+
+    @property
+    def k(self):                       # KV heads of one block
+        return max(1, self.kv_heads // self.ranks)
+
+    @property
+    def f(self):                       # MLP columns of one block
+        return self.ffn // self.ranks
+
+    def coordinates(self, rank):
+        return divmod(rank, self.tp)                                       # (s, t)
+
+    def block(self, rank):
+        """The block whose heads this rank attends with and caches, in both modes: the invariance."""
+        s, t = self.coordinates(rank)
+        return t * self.sp + s
+
+    def shard(self, rank):
+        """The blocks whose weights this rank stores, in order. Its own is number s of them."""
+        _, t = self.coordinates(rank)
+        return range(t * self.sp, (t + 1) * self.sp)
+
+    def q_heads(self, block):
+        return range(block * self.h, (block + 1) * self.h)
+
+    def kv_heads_of(self, block):
+        """K >= P: k heads of its own. K < P: the one head that P/K neighbouring blocks replicate."""
+        first = block * self.kv_heads // self.ranks
+        return range(first, first + self.k)
+
+    def sp_ranks(self, rank):
+        """The ranks that hold the same weights and the other tokens, ordered by slice s."""
+        _, t = self.coordinates(rank)
+        return [s * self.tp + t for s in range(self.sp)]
+
+    def tp_ranks(self, rank):
+        """The ranks that hold the same tokens and the other weights, ordered by shard t."""
+        s, _ = self.coordinates(rank)
+        return [s * self.tp + t for t in range(self.tp)]
+
+
+def token_slices(tokens, sp):
+    """Tokens of each slice: slice s is [T*s//sp, T*(s+1)//sp). Uneven and empty ones are fine."""
+    return [tokens * (s + 1) // sp - tokens * s // sp for s in range(sp)]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a step. The forward pass reads these six values and nothing else.
+
+    Base mode is (sp, tp) of the layout; shift mode is (1, P) over the same ranks.
+    """
+    name: str                          # "base" or "shift"
+    sp: int
+    tp: int
+    s: int                             # this rank's token slice, 0 <= s < sp
+    sp_group: "Group"
+    tp_group: "Group"
+
+
+def both_modes(layout, link):
+    """(base, shift) for this rank. Every rank of the link must call this, at the same point."""
+    s, _ = layout.coordinates(link.rank)
+    alone = link.group([link.rank])
+    base = Mode("base", layout.sp, layout.tp, s,
+                link.group(layout.sp_ranks(link.rank)), link.group(layout.tp_ranks(link.rank)))
+    shift = Mode("shift", 1, layout.ranks, 0, alone, link.group(range(layout.ranks)))
+    return base, shift
+
+
+# --------------------------------------------------------------------------------------------------
+# How ranks talk
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks of a link, in the order in which splits and sums count them."""
+    ranks: tuple
+    index: int                         # this rank's place in `ranks`
+    handle: object                     # torch's process group; None for a group of one
+
+    @property
+    def size(self):
+        return len(self.ranks)
+
+
+@dataclass
+class Count:
+    calls: int = 0
+    bytes: int = 0                     # sent by this rank to other ranks
+    seconds: float = 0.0               # spent in the call, waiting included
+
+
+class Link:
+    """The collectives, over the ranks of one engine. Each call is explicit, named and counted.
+
+    backend   "gloo" (anywhere) or "nccl" (GPUs), for the tensors of the forward pass. Messages
+              between the schedulers always travel by gloo, on the CPU.
+    ranks     the world ranks that take part, default all: several engines can share one world
+              (data parallelism, or a small P inside a large test). `rank` counts within them.
+
+    `counts[op, what]` sums calls, bytes sent to other ranks, and seconds. A ring all_reduce of n
+    ranks counts 2(n-1)/n of its tensor, the others exactly what leaves this rank. On a GPU the
+    seconds are those of the launch; the work is asynchronous.
+    """
+    HEADER, PACKET = 8, 16384          # bytes: a message's length; what one broadcast carries
+
+    def __init__(self, backend="gloo", ranks=None, device="cpu"):
+        self.world_ranks = list(range(dist.get_world_size()) if ranks is None else ranks)
+        self.rank = self.world_ranks.index(dist.get_rank())
+        self.size = len(self.world_ranks)
+        self.backend, self.device = backend, torch.device(device)
+        self.counts = defaultdict(Count)
+        self._groups = {}
+        self.everyone = self.group(range(self.size))
+        self._control = self.everyone.handle
+        if backend != "gloo" and self.size > 1:
+            self._control = self._new_group(self.world_ranks, "gloo")
+
+    def _new_group(self, world_ranks, backend):
+        # Local synchronization: only members call, so that engines on other ranks need not join in.
+        return dist.new_group(world_ranks, backend=backend, use_local_synchronization=True)
+
+    def group(self, ranks):
+        """The group of these ranks (counted within the link), made at the first call."""
+        ranks = tuple(ranks)
+        if ranks not in self._groups:
+            world = [self.world_ranks[r] for r in ranks]
+            handle = self._new_group(world, self.backend) if len(ranks) > 1 else None
+            self._groups[ranks] = Group(ranks, ranks.index(self.rank), handle)
+        return self._groups[ranks]
+
+    @contextmanager
+    def _counted(self, op, what, nbytes):
+        start = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as e:
+            cause = str(e).split("] ", 1)[-1].split(". ")[0]         # without source file and advice
+            raise LostRank(f"another rank is gone ({what} {op}: {cause})") from e
+        count = self.counts[op, what]
+        count.calls += 1
+        count.bytes += nbytes
+        count.seconds += time.perf_counter() - start
+
+    def all_reduce(self, x, group, what):
+        """Sum x over the group, in place, and return it."""
+        n = group.size
+        with self._counted("all_reduce", what, 2 * (n - 1) * x.nbytes // n):
+            dist.all_reduce(x, group=group.handle)
+        return x
+
+    def all_to_all(self, x, send, receive, group, what):
+        """Rows of x to their destinations: the first send[0] to the group's rank 0, and so on.
+
+        x (sum(send), ...) contiguous -> (sum(receive), ...), in the order of the senders. Counts may
+        differ and may be zero; send[i] here must be receive[index here] on rank i.
+        """
+        assert x.is_contiguous() and x.shape[0] == sum(send), f"{tuple(x.shape)} is not {send} rows"
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        row = x[0].nbytes if len(x) else 0
+        with self._counted("all_to_all", what, (sum(send) - send[group.index]) * row):
+            dist.all_to_all_single(out, x, list(receive), list(send), group=group.handle)
+        return out
+
+    def broadcast(self, message=None):
+        """Rank 0's message (anything JSON can say) to all ranks; the others wait here while idle.
+
+        One broadcast of a fixed buffer, the length in front; a second one only if it does not fit.
+        Rank 0 too gets what JSON makes of it, so that all ranks act on the very same thing.
+        """
+        if self.rank == 0:
+            data = json.dumps(message).encode()
+            packet = bytearray(len(data).to_bytes(self.HEADER, "little") + data)
+            packet, rest = packet[:self.PACKET].ljust(self.PACKET, b"\0"), packet[self.PACKET:]
+            length = len(data)
+            self._broadcast(packet)
+        else:
+            packet = bytearray(self.PACKET)
+            self._broadcast(packet)
+            length = int.from_bytes(packet[:self.HEADER], "little")
+            rest = bytearray(max(0, self.HEADER + length - self.PACKET))
+        if rest:
+            self._broadcast(rest)
+        return json.loads((packet + rest)[self.HEADER:self.HEADER + length])
+
+    def _broadcast(self, buffer):
+        if self.size > 1:
+            with self._counted("broadcast", "control", len(buffer) * (self.rank == 0)):
+                dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), self.world_ranks[0],
+                               group=self._control)
+
+    def gather(self, value):
+        """Every rank's value (any Python object), in rank order, on every rank. For start-up."""
+        values = [value] * self.size
+        if self.size > 1:
+            with self._counted("all_gather", "control", 0):
+                dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def barrier(self):
+        """Returns when every rank has come here: a real exchange, so it proves that all live."""
+        if self.size > 1:
+            with self._counted("all_reduce", "control", 0):
+                dist.all_reduce(torch.zeros(1), group=self._control)
+
+    @contextmanager
+    def together(self):
+        """A piece of start-up that may fail on some ranks only: if it does, every rank raises.
+
+        Without this, the ranks for whom all went well would wait for those that left.
+        """
+        error = None
+        try:
+            yield
+        except Exception as e:                       # not only ours: whatever it is, tell the others
+            error = e
+        told = self.gather(None if error is None else str(error) or repr(error))
+        if error is not None:
+            raise error
+        if any(told):
+            rank = next(r for r, text in enumerate(told) if text)
+            raise UserError(f"rank {rank}: {told[rank]}")
+
+
+def connect():
+    """Join the ranks that torchrun or `launch` started (or be a world of one); returns the rank.
+
+    If the launcher dies, by kill -9 too, this process ends within a second: no rank is left behind.
+    """
+    one_host = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+    if one_host and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")      # talk where no other host can listen
+    if "RANK" not in os.environ:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    return dist.get_rank()
+
+
+def _end_with(parent):
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def launch(function, ranks, *args):
+    """Run function(*args) in `ranks` new processes that can `connect`; returns the exit code.
+
+    The code is the first one that is not 0; the other ranks are then ended. On Linux the processes
+    are forked, so that torch is imported once and not once per rank: eight ranks start in a second.
+    The signals SIGINT and SIGTERM are passed on to rank 0, which decides what they mean.
+    """
+    context = mp.get_context("fork" if sys.platform == "linux" else "spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children = [context.Process(target=_child, args=(rank, ranks, store.port, function, args))
+                for rank in range(ranks)]
+    for child in children:
+        child.start()
+    pass_on = lambda number, frame: children[0].is_alive() and os.kill(children[0].pid, number)
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        waiting = {child.sentinel: child for child in children}
+        while waiting and not any(child.exitcode for child in children):
+            for sentinel in mp.connection.wait(list(waiting)):
+                waiting.pop(sentinel).join()
+        code = next((child.exitcode for child in children if child.exitcode), 0)
+        time.sleep(0.5 if code > 0 else 0)           # after an error the others end by themselves
+        for child in waiting.values():
+            child.kill()
+            child.join()
+        return code if code >= 0 else 128 - code     # ended by a signal: as shells count it
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _child(rank, ranks, port, function, args):
+    os.setpgid(0, 0)                                 # Ctrl-C goes to the launcher, once
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                      LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      TORCHELASTIC_USE_AGENT_STORE="True")         # the store is the launcher's
+    sys.exit(function(*args))
+
+
+# --------------------------------------------------------------------------------------------------
+# When to switch
+
+
+class Switch:
+    """Which mode a step of T tokens runs in: a list, one entry for every possible T.
+
+    The list is the same on every rank: ranks that decided differently would wait for each other
+    for ever. `shift[T]` is True for shift mode; `why` says in words where the list came from.
+    """
+
+    def __init__(self, shift, why, threshold=None):
+        self.shift, self.why, self.threshold = shift, why, threshold
+
+    def __call__(self, tokens):
+        return "shift" if self.shift[tokens] else "base"
+
+    def __str__(self):
+        runs, start = [], 1
+        for tokens in range(1, len(self.shift) + 1):
+            if tokens == len(self.shift) or self.shift[tokens] != self.shift[start]:
+                above = tokens == len(self.shift)
+                where = f"from {start} up" if above else f"up to {tokens - 1} tokens"
+                runs.append(f"{self(start)} {'always' if above and start == 1 else where}")
+                start = tokens
+        return ", ".join(runs)
+
+    @classmethod
+    def at(cls, threshold, max_tokens, why=None):
+        """The paper's rule: at most `threshold` tokens in the step -> shift mode, else base mode."""
+        return cls([tokens <= threshold for tokens in range(max_tokens + 1)],
+                   why or f"threshold {threshold}", None if why else threshold)
+
+    def reason(self, tokens):
+        """Why a step of so many tokens runs in its mode, in a few words."""
+        if self.threshold is None:
+            return self.why
+        return f"{tokens} {'<=' if self.shift[tokens] else '>'} threshold {self.threshold}"
+
+    @classmethod
+    def measured(cls, step_seconds, max_tokens, link, budget=6.0):
+        """Time both modes instead of guessing, at powers of two, for about `budget` seconds.
+
+        step_seconds(name, tokens) runs one step and times it; every rank calls it alike. A step is
+        as slow as its slowest rank (MAX), a measurement as good as its least disturbed try (MIN).
+        Between two sizes the difference of the modes is interpolated; above the largest size that
+        the budget allowed, the winner there stands. Rank 0 decides, and broadcasts.
+        """
+        began, seconds, sizes = time.perf_counter(), defaultdict(list), []
+        for size in [2 ** i for i in range(max_tokens.bit_length())]:
+            start = time.perf_counter()
+            for name in ("base", "shift") * 3:
+                seconds[name, size].append(step_seconds(name, size))
+            now = time.perf_counter()
+            sizes.append(size)
+            if not link.broadcast(now - began + 2 * (now - start) < budget):   # the next costs double
+                break
+        tries = link.gather(dict(seconds))
+        slowest = {key: [max(times) for times in zip(*(rank[key] for rank in tries))]
+                   for key in seconds}
+        gain = [min(slowest["base", size]) - min(slowest["shift", size]) for size in sizes]
+        table = []
+        for tokens in range(max_tokens + 1):
+            i = min(max(tokens, 1).bit_length() - 1, len(sizes) - 1)
+            j = min(i + 1, len(sizes) - 1)
+            weight = (tokens - sizes[i]) / (sizes[j] - sizes[i]) if j > i else 0
+            table.append((1 - weight) * gain[i] + weight * gain[j] >= 0)
+        return cls(link.broadcast(table), f"measured up to {sizes[-1]} tokens")
+
+
+# --------------------------------------------------------------------------------------------------
+# python shift.py: who owns what
+
+
+def elements_sent(layout, rank, tokens, dim, head_dim):
+    """Elements that one rank sends to others in one layer, by mode and collective.
+
+    Worked out from the token slices, in the order of the forward pass. Their average over the ranks
+    is the closed form of `formula`. (DESIGN: a ring all_reduce of n ranks sends 2(n-1)/n of x.)
+    """
+    s, _ = layout.coordinates(rank)
+    mine, columns = token_slices(tokens, layout.sp)[s], (layout.h + 2 * layout.k) * head_dim
+    reduce = lambda n, rows: 2 * (n - 1) / n * rows * dim
+    return {
+        "base": {"qkv all_to_all": (layout.sp - 1) * mine * columns,
+                 "attention all_to_all": (tokens - mine) * layout.h * head_dim,
+                 "o all_reduce": reduce(layout.tp, mine),
+                 "mlp all_reduce": reduce(layout.tp, mine)},
+        "shift": {"qkv all_to_all": 0, "attention all_to_all": 0,
+                  "o all_reduce": reduce(layout.ranks, tokens),
+                  "mlp all_reduce": reduce(layout.ranks, tokens)}}
+
+
+def formula(sp, tp, tokens, dim, heads, kv_heads, head_dim):
+    """The average over ranks: T*D * [4(tp-1)/(tp*sp) + (sp-1)/(sp*P) * (2H + 2K')*Dh/D]."""
+    ranks = sp * tp
+    return tokens * dim * (4 * (tp - 1) / (tp * sp) + (sp - 1) / (sp * ranks)
+                           * (2 * heads + 2 * max(kv_heads, ranks)) * head_dim / dim)
+
+
+def _span(items):
+    first, last = items[0], items[-1]
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def explain(layout, tokens, dim, head_dim):
+    """The ownership table and the traffic of one layer, as text."""
+    ends = [0]
+    for count in token_slices(tokens, layout.sp):
+        ends.append(ends[-1] + count)
+    lines = [
+        f"{layout.ranks} ranks = sp {layout.sp} x tp {layout.tp};  {layout.heads} query heads, "
+        f"{layout.kv_heads} KV heads;  a step of {tokens} tokens", "",
+        "        |      in both modes       |       base mode       |      shift mode",
+        "rank s t|block q heads KV heads    | tokens    weights of  | tokens    weights of",
+        "        |      = its KV cache      |           blocks      |           block",
+        "-" * 80]
+    for rank in range(layout.ranks):
+        (s, t), block = layout.coordinates(rank), layout.block(rank)
+        base = f"{ends[s]}-{ends[s + 1] - 1}" if ends[s + 1] > ends[s] else "none"
+        lines.append(f"{rank:4} {s} {t}|{block:5} {_span(layout.q_heads(block)):7} "
+                     f"{_span(layout.kv_heads_of(block)):12}| {base:9} "
+                     f"{_span(layout.shard(rank)):12}| {f'0-{tokens - 1}':9} {block}")
+    lines += ["", "A switch moves nothing: a rank caches the heads of one block in both modes, and the",
+              "block's weights are a slice of the shard that base mode uses.", "",
+              "Elements sent to other ranks in one layer, average over the ranks:",
+              f"{'':24}{'base':>14}{'shift':>14}"]
+    sent = [elements_sent(layout, rank, tokens, dim, head_dim) for rank in range(layout.ranks)]
+    mean = lambda mode, op: sum(one[mode][op] for one in sent) / layout.ranks
+    for op in sent[0]["base"]:
+        lines.append(f"{op:24}{mean('base', op):14,.1f}{mean('shift', op):14,.1f}")
+    sums = [sum(mean(mode, op) for op in sent[0][mode]) for mode in ("base", "shift")]
+    forms = [formula(sp, tp, tokens, dim, layout.heads, layout.kv_heads, head_dim)
+             for sp, tp in ((layout.sp, layout.tp), (1, layout.ranks))]
+    for name, values in (("sum", sums), ("closed form", forms)):
+        lines.append(f"{name:24}{values[0]:14,.1f}{values[1]:14,.1f}")
+    lines.append(f"{'sum / (T * D)':24}{sums[0] / tokens / dim:14.3f}{sums[1] / tokens / dim:14.3f}")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Who owns what under Shift Parallelism.")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--sp", type=int, help="sequence-parallel degree of base mode")
+    parser.add_argument("--tp", type=int, help="tensor-parallel degree of base mode")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dim", type=int, help="hidden size, default heads * head-dim")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens in the step")
+    args = parser.parse_args()
+    try:
+        sp, tp = split_ranks(args.ranks, args.sp, args.tp or (None if args.sp else 2))
+        layout = Layout(sp, tp, args.heads, args.kv_heads, ffn=args.heads)
+        if min(args.tokens, args.head_dim, args.dim or 1) < 1:
+            raise UserError("--tokens, --head-dim and --dim must be at least 1")
+    except UserError as e:
+        print(f"shift.py: {e}", file=sys.stderr)
+        return 2
+    print(explain(layout, args.tokens, args.dim or args.heads * args.head_dim, args.head_dim))
+
+
+def split_ranks(ranks, sp=None, tp=None):
+    """(sp, tp) with sp * tp = ranks, from what the user fixed; all sequence-parallel by default."""
+    if min(ranks, sp or 1, tp or 1) < 1:
+        raise UserError(f"ranks {ranks}, sp {sp}, tp {tp}: each must be at least 1")
+    sp, tp = sp or ranks // (tp or 1), tp or ranks // (sp or ranks)
+    if sp * tp != ranks:
+        raise UserError(f"sp {sp} x tp {tp} is not {ranks} ranks: give one of the two, or a product "
+                        f"of {ranks}")
+    return sp, tp
+
+
+if __name__ == "__main__":
+    sys.exit(main())
