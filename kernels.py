@@ -1,12 +1,13 @@
-"""kernels.py: the paged KV cache, written and read.
+"""kernels.py: the paged KV cache and the products with the weights, on one rank.
 
-What it does: two operations on one layer's cache. `write_kv` puts the keys and values of this
-step's tokens into their slots; `paged_attention` lets this step's queries attend over a request's
-pages, wherever in the pool they lie. Both are plain torch here: this file is the definition that
-any faster version is tested against.
+What it does: `write_kv` puts the keys and values of this step's tokens into their slots,
+`paged_attention` lets this step's queries attend over a request's pages, wherever in the pool they
+lie, `linear` and `matmul` multiply by weights. `TorchKernels` says what these mean, in plain torch;
+`NativeKernels` does the same in C (kernels.c) for CPUs, and tests hold it to the former. The same C
+library carries collectives through shared memory: `SharedMemory`, which shift.py calls.
 
-What it does not know: ranks, layers, models, requests. A caller under sequence parallelism and one
-under tensor parallelism pass the same tensors: all T tokens of the step, this rank's heads only.
+What it does not know: layers, models, requests. A caller under sequence parallelism and one under
+tensor parallelism pass the same tensors: all T tokens of the step, this rank's heads only.
 
     pytest tests/test_kernels.py
 
@@ -16,69 +17,265 @@ Shapes (one legend in every file):
     h = H/P, k = max(1, K/P), f = F/P   what ONE rank owns (one "block" of heads and MLP columns)
     N blocks in the pool      B tokens per block     R requests in this step
 """
+import ctypes
+import fcntl
+import hashlib
+import mmap
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
 import torch
 
 
-def write_kv(kv, k, v, slot_mapping):
-    """Write this step's keys and values to their slots, in place.
+class TorchKernels:
+    """The definition: every faster version must give what these functions give."""
 
-    kv            (2, N, k, B, Dh)   one layer's pool: [0] keys, [1] values. A page of one head is
-                                     contiguous, so that attention reads it in one sweep.
-    k, v          (T, k, Dh)
-    slot_mapping  (T,) int64         block * B + offset of each token; -1 is padding: not written
+    @staticmethod
+    def linear(x, w):
+        """x (t, k), w (n, k) -> x @ w.T (t, n); w (sp, n, k) -> (sp, t, n), destination-major."""
+        return x @ w.mT
+
+    @staticmethod
+    def matmul(x, w):
+        """x (t, k), w (k, n) -> (t, n)."""
+        return x @ w
+
+    @staticmethod
+    def write_kv(kv, k, v, slot_mapping):
+        """Write this step's keys and values to their slots, in place.
+
+        kv            (2, N, k, B, Dh)   one layer's pool: [0] keys, [1] values. A page of one head
+                                         is contiguous, so that attention reads it in one sweep.
+        k, v          (T, k, Dh)
+        slot_mapping  (T,) int64         block * B + offset of a token; -1 is padding, not written
+        """
+        _, blocks, heads, block_size, head_dim = kv.shape
+        assert k.shape == v.shape == (len(slot_mapping), heads, head_dim), (
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must be (T={len(slot_mapping)}, k={heads}, "
+            f"Dh={head_dim})")
+        real = slot_mapping >= 0
+        slots = slot_mapping[real]
+        block, offset = slots // block_size, slots % block_size
+        kv[0, block, :, offset] = k[real].to(kv.dtype)            # index (T, :, T) -> (T, k, Dh)
+        kv[1, block, :, offset] = v[real].to(kv.dtype)
+
+    @staticmethod
+    def paged_attention(q, kv, block_tables, query_starts, context_lens, scale):
+        """Causal attention of a mixed batch: prefill chunks and decodes are the same thing here.
+
+        Request r brings the queries `query_starts[r] : query_starts[r+1]`. They are the LAST tokens
+        of its context of `context_lens[r]` tokens, which lie, already written, in the pages
+        `block_tables[r]`. One query is a decode; several are a prefill chunk or draft tokens.
+
+        q             (T, h, Dh)            query head i reads KV head i // (h/k): grouped queries
+        kv            (2, N, k, B, Dh)      h a multiple of k
+        block_tables  (R, any) int32        entries past a request's last page are never read
+        query_starts  (R+1,) int32
+        context_lens  (R,) int32
+        returns       (T, h, Dh) in q's dtype, accumulated in float32; rows that belong to no
+                      request (padding) are zero
+
+        Every row is bounded by its own position, and stale slots past the context are cut off
+        before the softmax rather than masked after it: 0 * NaN would be NaN.
+        """
+        tokens, heads, head_dim = q.shape
+        _, blocks, kv_heads, block_size, kv_dim = kv.shape
+        assert head_dim == kv_dim and heads % kv_heads == 0, (
+            f"q {tuple(q.shape)} does not fit the cache {tuple(kv.shape)}")
+        starts, contexts = query_starts.tolist(), context_lens.tolist()
+        assert starts[0] == 0 and starts[-1] <= tokens and len(starts) == len(contexts) + 1, (
+            f"query_starts {starts} must rise from 0 to at most T={tokens}, one more than requests")
+        out = torch.zeros_like(q)
+        for r, context in enumerate(contexts):
+            first, last = starts[r], starts[r + 1]
+            n = last - first                                      # queries of this request
+            if n == 0:
+                continue
+            assert 0 < n <= context <= block_tables.shape[1] * block_size, (
+                f"request {r}: {n} queries, context {context}, "
+                f"{block_tables.shape[1]} pages of {block_size}")
+            pages = block_tables[r, :-(-context // block_size)].long()
+            keys, values = kv[:, pages].float().transpose(1, 2).reshape(   # (2, pages, k, B, Dh) ->
+                2, kv_heads, len(pages) * block_size, head_dim)[:, :, :context]   # (k, context, Dh)
+            queries = q[first:last].float().reshape(n, kv_heads, heads // kv_heads, head_dim)
+            scores = torch.einsum("nkgd,kcd->kgnc", queries, keys) * scale
+            position = torch.arange(context - n, context, device=q.device)        # of each query
+            future = torch.arange(context, device=q.device)[None, :] > position[:, None]
+            weights = scores.masked_fill(future, float("-inf")).softmax(-1)   # (k, h/k, n, context)
+            attended = torch.einsum("kgnc,kcd->nkgd", weights, values)
+            out[first:last] = attended.reshape(n, heads, head_dim).to(q.dtype)
+        return out
+
+
+# --------------------------------------------------------------------------------------------------
+# The same in C
+
+
+class NativeKernels(TorchKernels):
+    """kernels.c, for float32 tensors on a CPU. What it was not built for, torch does."""
+    FEW = 16                           # rows up to which reading weights, not arithmetic, counts
+
+    def __init__(self, threads):
+        self.c = native()
+        self.parts = self.c.set_threads(threads)
+
+    def linear(self, x, w):
+        if len(x) > self.FEW or x.dtype != torch.float32:
+            return x @ w.mT
+        if w.dim() == 3:
+            return torch.stack([self.linear(x, part) for part in w])
+        y = x.new_empty(len(x), len(w))
+        self.c.matmul(x.data_ptr(), w.data_ptr(), y.data_ptr(), *y.shape, x.shape[1], 1)
+        return y
+
+    def matmul(self, x, w):
+        if len(x) > self.FEW or x.dtype != torch.float32:
+            return x @ w
+        y = x.new_empty(self.parts, len(x), w.shape[1])        # room for each part of the sum
+        self.c.matmul(x.data_ptr(), w.data_ptr(), y.data_ptr(), *y.shape[1:], len(w), 0)
+        return y[0]
+
+    def write_kv(self, kv, k, v, slot_mapping):
+        if kv.dtype != torch.float32:
+            return TorchKernels.write_kv(kv, k, v, slot_mapping)
+        _, blocks, heads, size, dim = kv.shape
+        assert k.shape == v.shape == (len(slot_mapping), heads, dim), (
+            f"k {tuple(k.shape)}, v {tuple(v.shape)} must be {(len(slot_mapping), heads, dim)}")
+        assert k.stride()[1:] == v.stride()[1:] == (dim, 1), "heads of a token must lie together"
+        self.c.write_kv(kv.data_ptr(), k.data_ptr(), v.data_ptr(), slot_mapping.data_ptr(), len(k),
+                        k.stride(0), v.stride(0), blocks, heads, size, dim)
+
+    def paged_attention(self, q, kv, block_tables, query_starts, context_lens, scale):
+        tokens, heads, dim = q.shape
+        _, blocks, kv_heads, size, _ = kv.shape
+        if kv.dtype != torch.float32 or dim % 16 or dim > 256 or heads > 64 * kv_heads:
+            return TorchKernels.paged_attention(q, kv, block_tables, query_starts, context_lens,
+                                                scale)
+        q, out, tables = q.contiguous(), torch.zeros_like(q), block_tables.contiguous()
+        self.c.paged_attention(Attention(
+            q.data_ptr(), kv.data_ptr(), out.data_ptr(), tables.data_ptr(),
+            query_starts.data_ptr(), context_lens.data_ptr(), *block_tables.shape, heads, kv_heads,
+            blocks, size, dim, scale))
+        return out
+
+
+class Attention(ctypes.Structure):     # kernels.c has the same
+    _fields_ = [(name, ctypes.c_void_p) for name in
+                ("q", "kv", "out", "tables", "starts", "contexts")] + [
+                (name, ctypes.c_int64) for name in
+                ("requests", "pages", "heads", "kv_heads", "blocks", "size", "dim")] + [
+                ("scale", ctypes.c_float)]
+
+
+class SharedMemory:
+    """The collectives of kernels.c for one group of ranks of one Linux host.
+
+    The memory has no name: the first rank makes it (memfd) and the others open it through /proc, as
+    only processes of the same user can. Nothing is left when the last of them has ended, however.
     """
-    _, blocks, heads, block_size, head_dim = kv.shape
-    assert k.shape == v.shape == (len(slot_mapping), heads, head_dim), (
-        f"k {tuple(k.shape)} and v {tuple(v.shape)} must be (T={len(slot_mapping)}, k={heads}, "
-        f"Dh={head_dim})")
-    real = slot_mapping >= 0
-    slots = slot_mapping[real]
-    block, offset = slots // block_size, slots % block_size
-    kv[0, block, :, offset] = k[real].to(kv.dtype)            # index (T, :, T) -> (T, k, Dh)
-    kv[1, block, :, offset] = v[real].to(kv.dtype)
+    ROOM = 1 << 20                     # bytes of a rank's slot; what is larger goes in pieces
+
+    def __init__(self, ranks, index, exchange, spins, patience):
+        """exchange(value) -> the values of all ranks of the link, in order: all make a group now,
+        and the first rank of each tells the others where its memory is."""
+        self.c, self.ranks = native(), ranks
+        size = self.c.group_bytes(len(ranks), self.ROOM)
+        own = os.memfd_create("nanoshift") if index == 0 else None
+        if own is not None:
+            os.ftruncate(own, size)
+        path = exchange(own is not None and f"/proc/{os.getpid()}/fd/{own}")[ranks[0]]
+        fd = own if own is not None else os.open(path, os.O_RDWR)
+        self.memory = mmap.mmap(fd, size)
+        exchange(None)                 # all have it open
+        os.close(fd)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.group = self.c.group_open(address, index, len(ranks), self.ROOM, spins, patience)
+        self.sizes = ctypes.c_int64 * len(ranks)
+
+    def _met(self, result):
+        if result:
+            raise RuntimeError(f"rank {self.ranks[result - 1]} has died" if result > 0 else
+                               "a rank did not come in time")
+
+    def all_reduce(self, x):
+        assert x.is_contiguous() and x.dtype in (torch.float32, torch.bfloat16), x.dtype
+        self._met(self.c.all_reduce(self.group, x.data_ptr(), x.numel(), x.dtype == torch.bfloat16))
+
+    def all_to_all(self, out, x, receive, send):
+        """Rows, as torch.distributed.all_to_all_single has them."""
+        row = x[0].nbytes if len(x) else out[0].nbytes if len(out) else 0
+        scaled = (self.sizes(*(n * row for n in counts)) for counts in (send, receive))
+        self._met(self.c.all_to_all(self.group, x.data_ptr(), next(scaled), out.data_ptr(),
+                                    next(scaled)))
+
+    def all_gather(self, out, x, sizes):
+        """x of sizes[index] bytes from every rank, one after the other into out."""
+        self._met(self.c.all_gather(self.group, x.data_ptr(), out.data_ptr(), self.sizes(*sizes)))
+
+    def broadcast(self, x):
+        """The first rank's x to all."""
+        self.all_gather(x, x, [x.nbytes] + [0] * (len(self.ranks) - 1))
 
 
-def paged_attention(q, kv, block_tables, query_starts, context_lens, scale):
-    """Causal attention of a mixed batch: prefill chunks and decodes are the same thing here.
+def why_not_native():
+    """None where the C library can be had; else the reason, in a few words."""
+    try:
+        native()
+    except RuntimeError as e:
+        return str(e)
 
-    Request r brings the queries `query_starts[r] : query_starts[r+1]`. They are the LAST tokens of
-    its context of `context_lens[r]` tokens, which lie, already written, in the pages
-    `block_tables[r]`. One query is a decode; several are a prefill chunk or draft tokens.
 
-    q             (T, h, Dh)            kv  (2, N, k, B, Dh), h a multiple of k: query head i reads
-                                            KV head i // (h/k) (grouped-query attention)
-    block_tables  (R, any) int32        entries past a request's last page are never read
-    query_starts  (R+1,) int32          context_lens  (R,) int32
-    returns       (T, h, Dh), accumulated in float32, in q's dtype; rows that belong to no request
-                  (padding) are zero
+@cache
+def native():
+    """kernels.c, compiled for this very CPU at the first call on this machine, then cached.
 
-    Every row is bounded by its own position, and stale slots past the context are cut off before
-    the softmax rather than masked after it: 0 * NaN would be NaN.
+    Raises RuntimeError with the reason where that cannot be done (not Linux, no C compiler).
     """
-    tokens, heads, head_dim = q.shape
-    _, blocks, kv_heads, block_size, kv_dim = kv.shape
-    assert head_dim == kv_dim and heads % kv_heads == 0, (
-        f"q {tuple(q.shape)} does not fit the cache {tuple(kv.shape)}")
-    starts, contexts = query_starts.tolist(), context_lens.tolist()
-    assert starts[0] == 0 and starts[-1] <= tokens and len(starts) == len(contexts) + 1, (
-        f"query_starts {starts} must rise from 0 to at most T={tokens}, one more than requests")
-    out = torch.zeros_like(q)
-    for r, context in enumerate(contexts):
-        first, last = starts[r], starts[r + 1]
-        n = last - first                                      # queries of this request
-        if n == 0:
-            continue
-        assert 0 < n <= context <= block_tables.shape[1] * block_size, (
-            f"request {r}: {n} queries, context {context}, "
-            f"{block_tables.shape[1]} pages of {block_size}")
-        pages = block_tables[r, :-(-context // block_size)].long()
-        keys, values = kv[:, pages].float().transpose(1, 2).reshape(   # (2, pages, k, B, Dh) ->
-            2, kv_heads, len(pages) * block_size, head_dim)[:, :, :context]   # (k, context, Dh)
-        queries = q[first:last].float().reshape(n, kv_heads, heads // kv_heads, head_dim)
-        scores = torch.einsum("nkgd,kcd->kgnc", queries, keys) * scale
-        position = torch.arange(context - n, context, device=q.device)        # of each query
-        future = torch.arange(context, device=q.device)[None, :] > position[:, None]
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)       # (k, h/k, n, context)
-        attended = torch.einsum("kgnc,kcd->nkgd", weights, values)
-        out[first:last] = attended.reshape(n, heads, head_dim).to(q.dtype)
-    return out
+    if sys.platform != "linux":
+        raise RuntimeError("the C kernels are for Linux")
+    source = Path(__file__).with_name("kernels.c")
+    flags = ["-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread"]
+    cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    cpu = [line for line in cpu.split("\n") if line.split(":")[0].strip() in ("flags", "Features")]
+    mark = hashlib.blake2b(repr((source.read_bytes(), flags, cpu, platform.machine())).encode(),
+                           digest_size=12).hexdigest()
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoshift"
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        assert home.stat().st_uid == os.getuid() and os.access(home, os.W_OK)
+    except (OSError, AssertionError):
+        home = Path(tempfile.mkdtemp())                         # compiled again by each process
+    library = home / f"kernels-{mark}.so"
+    with open(home / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)                        # one rank compiles, the others wait
+        if not library.exists():
+            made = library.with_suffix(f".{os.getpid()}")
+            command = [os.environ.get("CC", "cc"), *flags, str(source), "-o", str(made)]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            except (OSError, subprocess.TimeoutExpired) as e:
+                raise RuntimeError(f"no C compiler ({e})") from None
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[:200]}")
+            made.rename(library)
+    c = ctypes.CDLL(str(library))
+    pointer, whole = ctypes.c_void_p, ctypes.c_int64
+    for name, result, arguments in (
+            ("group_bytes", whole, [ctypes.c_int, whole]),
+            ("group_open", pointer, [pointer, ctypes.c_int, ctypes.c_int, whole, ctypes.c_int,
+                                     ctypes.c_double]),
+            ("all_reduce", ctypes.c_int, [pointer, pointer, whole, ctypes.c_int]),
+            ("all_to_all", ctypes.c_int, [pointer] * 5),
+            ("all_gather", ctypes.c_int, [pointer] * 4),
+            ("set_threads", ctypes.c_int, [ctypes.c_int]),
+            ("matmul", None, [pointer] * 3 + [whole] * 3 + [ctypes.c_int]),
+            ("write_kv", None, [pointer] * 4 + [whole] * 7),
+            ("paged_attention", None, [ctypes.POINTER(Attention)])):
+        function = getattr(c, name)
+        function.restype, function.argtypes = result, arguments
+    return c

@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
-from kernels import paged_attention, write_kv
 from shift import UserError, token_slices
 
 # --------------------------------------------------------------------------------------------------
@@ -39,6 +38,9 @@ from shift import UserError, token_slices
 
 FAMILIES = {"LlamaForCausalLM": {}, "Qwen2ForCausalLM": {"qkv_bias": True},
             "Qwen3ForCausalLM": {"qk_norm": True}}
+ROPES = {"default": (), "linear": ("factor",),                # the scalings and what they need
+         "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+                    "original_max_position_embeddings")}
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,19 @@ class Config:
     def __post_init__(self):
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.dim // self.heads)
+        if self.heads % self.kv_heads:
+            raise UserError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads "
+                            f"equally")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise UserError(f"head size {self.head_dim} (hidden size {self.dim}, {self.heads} "
+                            f"heads) must be even, and at least 2")
         kind = self.rope["rope_type"]
-        if kind not in ("default", "linear", "llama3"):
-            raise UserError(f"rope_type {kind!r} is not supported: use a model with default, linear "
-                            f"or llama3 scaling")
+        if kind not in ROPES:
+            raise UserError(f"rope_type {kind!r} is not supported: use a model with default, "
+                            f"linear or llama3 scaling")
+        lacking = [key for key in ROPES[kind] if key not in self.rope]
+        if lacking:
+            raise UserError(f"rope_type {kind!r} needs {lacking[0]}, which the model does not give")
 
     @classmethod
     def random(cls, spec):
@@ -76,7 +87,7 @@ class Config:
         values = {}
         for item in filter(None, spec.split(",")):
             name, _, value = item.partition("=")
-            if name not in known or not value.isdigit():
+            if name not in known or not value.isdecimal():
                 raise UserError(f"--model random: cannot read {item!r}; use name=number with "
                                 f"the names {', '.join(known)}")
             values[name] = known[name](int(value))
@@ -193,8 +204,8 @@ class Checkpoint:
             path = Path(directory) / file
             try:
                 self.handles[file] = safe_open(path, framework="pt")
-                with path.open("rb") as f:                      # header: names, shapes, offsets
-                    mark.update(f.read(8 + int.from_bytes(f.read(8), "little")))
+                with path.open("rb") as f:                      # all names and shapes, some weights
+                    mark.update(f.read(int.from_bytes(f.read(8), "little") + 4096))
             except FileNotFoundError:
                 raise UserError(f"{path} does not exist: the checkpoint is incomplete") from None
             except (SafetensorError, OSError) as e:
@@ -228,20 +239,21 @@ class RandomWeights:
 
     def __getitem__(self, name):
         digest = hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         shape = self.shapes[name]
-        draw = torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
+        draw = torch.randn(shape, generator=generator)
         if len(shape) > 1:
             return draw * shape[1] ** -0.5                      # keeps the size of activations
         return draw * 0.1 + (not name.endswith("bias"))         # norms are near one
 
 
-# The shards, as pure functions of (whole tensors or lazy slices, layout, rank). All are block-major,
-# over the sp blocks of this rank's base shard, and (out, in) or (in, out) so that ROWS are blocks:
-# block b alone, the shift-mode shard, is then a contiguous slice of rows, a view.
+# The shards, as pure functions of (whole tensors or lazy slices, layout, rank). All are over the sp
+# blocks of this rank's base shard, and (out, in) or (in, out) so that ROWS are blocks: block b
+# alone, the shift-mode shard, is then a contiguous slice of rows, a view.
 
 
 def shard_qkv(q, k, v, layout, rank, head_dim):
-    """q (H*Dh, D), k and v (K*Dh, D) -> (sp*C, D): for each block the rows [q; k; v]. Biases too."""
+    """q (H*Dh, D), k and v (K*Dh, D) -> (sp*C, D): for each block its rows [q; k; v]; or biases."""
     rows = lambda heads: slice(heads[0] * head_dim, (heads[-1] + 1) * head_dim)
     parts = []
     for block in layout.shard(rank):
@@ -313,8 +325,8 @@ class Batch:
 class Llama:
     """One rank's share of a model. `weights[mode name]` lists the layers as that mode sees them."""
 
-    def __init__(self, config, source, layout, link, modes, max_len, dtype):
-        self.config, self.layout, self.link = config, layout, link
+    def __init__(self, config, source, layout, link, modes, max_len, dtype, kernels):
+        self.config, self.layout, self.link, self.kernels = config, layout, link, kernels
         self.device, self.dtype = link.device, dtype
         rank = link.rank
         self.base, self.shift = modes
@@ -358,7 +370,7 @@ class Llama:
 
     def allocate_kv(self, blocks, block_size):
         """A zeroed pool (2, N, k, B, Dh) for each layer: this rank's KV heads, in both modes."""
-        shape = (2, blocks, self.layout.k, block_size, self.config.head_dim)
+        shape, self.kv = (2, blocks, self.layout.k, block_size, self.config.head_dim), []
         for _ in range(self.config.layers):
             if self.device.type == "cpu":       # fresh pages are zero, and cost nothing until used
                 memory = mmap.mmap(-1, math.prod(shape) * self.dtype.itemsize)
@@ -380,37 +392,37 @@ class Llama:
 
     def run_layers(self, x, first, last, mode, batch):
         """Layers first ... last-1 on x (t, D), this rank's slice of the tokens; returns (t, D)."""
-        c, link, sp = self.config, self.link, mode.sp
+        c, ops, link, sp = self.config, self.kernels, self.link, mode.sp
         h, k, f, Dh, D = self.layout.h, self.layout.k, self.layout.f, c.head_dim, c.dim
         C, T, t = (h + 2 * k) * Dh, len(batch.token_ids), len(x)
         slices = token_slices(T, sp)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]             # (T, 1, Dh/2)
         for w, kv in list(zip(self.weights[mode.name], self.kv))[first:last]:
             y = F.rms_norm(x, (D,), w.attention_norm, c.norm_eps)
-            qkv = y @ w.qkv.view(sp, C, D).mT           # (t, D) @ (sp, D, C) -> (sp, t, C)
+            qkv = ops.linear(y, w.qkv.view(sp, C, D))   # (t, D) @ (sp, D, C) -> (sp, t, C)
             if w.qkv_bias is not None:
                 qkv += w.qkv_bias.view(sp, 1, C)
             qkv = qkv.reshape(sp * t, C)                # already ordered by destination: no copy
-            if sp > 1:                                  # my tokens, all heads -> all tokens, my heads
+            if sp > 1:                                  # my tokens, all heads -> all, my heads
                 qkv = link.all_to_all(qkv, [t] * sp, slices, mode.sp_group, "qkv")  # -> (T, C)
             qk, v = qkv.view(T, h + 2 * k, Dh).split([h + k, k], 1)
             if w.q_norm is not None:
                 qk = torch.cat([F.rms_norm(qk[:, :h], (Dh,), w.q_norm, c.norm_eps),
                                 F.rms_norm(qk[:, h:], (Dh,), w.k_norm, c.norm_eps)], 1)
             q, key = rotate(qk, cos, sin).split([h, k], 1)      # (T, h, Dh), (T, k, Dh)
-            write_kv(kv, key, v, batch.slot_mapping)
-            o = paged_attention(q, kv, batch.block_tables, batch.query_starts, batch.context_lens,
-                                Dh ** -0.5).view(T, h * Dh)
-            if sp > 1:                                  # all tokens, my heads -> my tokens, all heads
+            ops.write_kv(kv, key, v, batch.slot_mapping)
+            o = ops.paged_attention(q, kv, batch.block_tables, batch.query_starts,
+                                    batch.context_lens, Dh ** -0.5).view(T, h * Dh)
+            if sp > 1:                                  # all tokens, my heads -> mine, all heads
                 o = link.all_to_all(o, slices, [t] * sp, mode.sp_group, "attention")
                 o = o.view(sp, t, h * Dh).transpose(0, 1).reshape(t, sp * h * Dh)
-            o = o @ w.o                                 # (t, sp*h*Dh) @ (sp*h*Dh, D) -> (t, D)
+            o = ops.matmul(o, w.o)                      # (t, sp*h*Dh) @ (sp*h*Dh, D) -> (t, D)
             if mode.tp > 1:
                 o = link.all_reduce(o, mode.tp_group, "o")
             x = x + o
             y = F.rms_norm(x, (D,), w.mlp_norm, c.norm_eps)
-            gate, up = (y @ w.gate_up.mT).view(t, sp, 2, f).unbind(2)               # (t, sp, f)
-            y = (F.silu(gate) * up).reshape(t, sp * f) @ w.down                     # -> (t, D)
+            gate, up = ops.linear(y, w.gate_up).view(t, sp, 2, f).unbind(2)         # (t, sp, f)
+            y = ops.matmul((F.silu(gate) * up).reshape(t, sp * f), w.down)          # -> (t, D)
             if mode.tp > 1:
                 y = link.all_reduce(y, mode.tp_group, "mlp")
             x = x + y
@@ -434,7 +446,7 @@ class Llama:
             counts = [len(o) for o in owned]
             y = link.all_to_all(y.repeat(mode.sp, 1), [len(y)] * mode.sp, counts, mode.sp_group,
                                 "logits")
-        part = (y @ self.head.mT).flatten()             # (n, V/P), cut unevenly
+        part = self.kernels.linear(y, self.head).flatten()             # (n, V/P), cut unevenly
         P, V = link.size, self.config.vocab
         if P == 1:
             return part.view(n, V).float()
@@ -512,7 +524,7 @@ Sample = namedtuple("Sample", "token logprob top")     # top: [(token, logprob)]
 
 
 def uniform(seed, position):
-    """The one random number of a draw, in [0, 1): from the request's seed and the position alone."""
+    """The one random number of a draw, in [0, 1): from the request's seed and the position."""
     digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2 ** 53
 
@@ -583,9 +595,14 @@ class Tokenizer:
         extra = read_json(directory, "tokenizer_config.json", default={})
         model, normalizer = spec["model"], spec.get("normalizer") or {}
         if model.get("type") != "BPE" or normalizer.get("type", "NFC") != "NFC":
-            raise UserError(f"{file}: only byte-level BPE is supported (GPT-2, Llama 3, Qwen, SmolLM), "
-                            f"not {model.get('type')} with normalizer {normalizer.get('type')}")
+            raise UserError(f"{file}: only byte-level BPE is supported (GPT-2, Llama 3, Qwen, "
+                            f"SmolLM), not {model.get('type')} with normalizer "
+                            f"{normalizer.get('type')}")
         added = {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+        for token in spec.get("added_tokens", []):
+            if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+                raise UserError(f"{file}: added token {token['content']!r} takes more or less than "
+                                f"its own text (lstrip, rstrip, single_word): not supported")
         letters = byte_letters()
         try:
             ranks = {bytes(letters[c] for c in token): i
@@ -600,7 +617,8 @@ class Tokenizer:
             seen.add(merged)
             newest = max(newest, model["vocab"][merged])
         self.size = 1 + max([*ranks.values(), *added.values()])
-        for byte in range(256):                     # bytes that the vocabulary lacks: encode drops them
+        for byte in range(256):                     # what the vocabulary lacks, encode drops; it
+            # does not join what was on both sides of it, as transformers would
             ranks.setdefault(bytes([byte]), self.size + byte)
         self.encoding = tiktoken.Encoding("model", pat_str=split_pattern(spec, file),
                                           mergeable_ranks=ranks, special_tokens=added)
@@ -627,7 +645,7 @@ class Tokenizer:
         return [self.bos] + ids if bos and self.bos is not None and ids[:1] != [self.bos] else ids
 
     def token_bytes(self, token):
-        """What a token adds to the output; a special token or a padding row of the table: nothing."""
+        """What a token adds to the output; special tokens and padding rows add nothing."""
         return self.bytes[token] if token < self.size else b""
 
     def decoder(self):
@@ -635,6 +653,7 @@ class Tokenizer:
         return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def _template(self, directory, extra):
+        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
         path, source = Path(directory) / "chat_template.jinja", extra.get("chat_template")
         if path.is_file():
@@ -652,7 +671,10 @@ class Tokenizer:
                            strftime_now=lambda pattern: datetime.now().strftime(pattern))
         env.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False,
                                                                     **options)
-        return env.from_string(source)
+        try:
+            return env.from_string(source)
+        except TemplateError as e:
+            raise UserError(f"{directory}: the chat template cannot be read: {e}") from None
 
     def chat(self, messages):
         """Messages (role, content) -> the ids of the prompt, by the model's own template."""
@@ -671,16 +693,18 @@ def split_pattern(spec, file):
     """The regular expression that cuts text into words before BPE, from the pre_tokenizer."""
     steps = spec.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["Split", "ByteLevel"] and "Regex" in steps[0]["pattern"]:
-        return steps[0]["pattern"]["Regex"]         # Llama 3, Qwen
-    spaced = any(step.get("add_prefix_space") for step in steps)
-    if kinds == ["ByteLevel"] and not spaced:
-        return GPT2_SPLIT
-    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and not spaced:
-        return DIGITS_SPLIT
-    raise UserError(f"{file}: pre_tokenizer {kinds} is not supported (GPT-2, Llama 3, Qwen and SmolLM "
-                    f"styles are)")
+    kinds, first, last = [step.get("type") for step in steps], steps[0], steps[-1]
+    own = last.get("use_regex", True)               # does ByteLevel cut too, as GPT-2 does?
+    if kinds[-1] == "ByteLevel" and not last.get("add_prefix_space"):
+        if kinds == ["ByteLevel"] and own:
+            return GPT2_SPLIT
+        if kinds == ["Digits", "ByteLevel"] and own and first["individual_digits"]:
+            return DIGITS_SPLIT
+        if (kinds == ["Split", "ByteLevel"] and not own and "Regex" in first["pattern"]
+                and first["behavior"] == "Isolated" and not first.get("invert")):
+            return first["pattern"]["Regex"]        # Llama 3, Qwen
+    raise UserError(f"{file}: this kind of pre_tokenizer, {kinds}, is not supported (those of "
+                    f"GPT-2, Llama 3, Qwen and SmolLM are)")
 
 
 def first_special(spec, added):
@@ -704,8 +728,8 @@ class RawTokens:
         try:
             return [int(word) for word in text.split()]
         except ValueError:
-            raise UserError(f"a random: model knows no words, only token ids below {self.vocab}, such "
-                            f"as [17, 4] or \"17 4\"; not {text[:40]!r}") from None
+            raise UserError(f"a random: model knows no words, only token ids below {self.vocab}, "
+                            f"such as [17, 4] or \"17 4\"; not {text[:40]!r}") from None
 
     def token_bytes(self, token):
         return f"{token} ".encode()

@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -33,10 +34,11 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 
+from kernels import NativeKernels, TorchKernels, why_not_native
 from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
                    Tokenizer, find_model, sample)
 from shift import (Count, Layout, Link, LostRank, Switch, UserError, both_modes, connect,
-                   launch, split_ranks)
+                   cores, launch, split_ranks)
 
 # --------------------------------------------------------------------------------------------------
 # Requests and blocks. No torch, no clock, no HTTP: a simulator can drive the same objects.
@@ -141,9 +143,9 @@ class BlockManager:
             f"{len(self.empty)} empty + {len(self.cached)} cached + {len(used)} used "
             f"!= {self.num_blocks}")
         assert len({*self.empty, *self.cached, *used}) == self.num_blocks, "a block in two states"
-        assert all(self.hash_of[block] == name for name, block in self.block_of.items())
-        assert all(self.hash_of[block] is None for block in self.empty)
-        assert all(self.block_of[self.hash_of[block]] == block for block in self.cached)
+        named = {block: name for block, name in enumerate(self.hash_of) if name is not None}
+        assert named == {block: name for name, block in self.block_of.items()}, "names mixed up"
+        assert named.keys() >= self.cached.keys() and not named.keys() & {*self.empty}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ class Scheduler:
         self._grow()
         while self.waiting and len(self.running) < self.max_seqs and self._admit(self.waiting[0]):
             self.running.append(self.waiting.popleft())
-        spare = self.max_step_tokens - len(self.running)     # one token each, the rest to the oldest
+        spare = self.max_step_tokens - len(self.running)     # one token each, then oldest first
         for request in self.running:
             count = min(len(request.tokens) - request.num_computed, 1 + spare)
             spare -= count - 1
@@ -217,7 +219,7 @@ class Scheduler:
         return self.plan
 
     def _grow(self):
-        """Blocks for the tokens that running requests have gained; too few: preempt the youngest."""
+        """Blocks for the tokens that running requests have gained; if too few, preempt youngest."""
         for request in list(self.running):
             if request.blocks is None:                       # preempted a moment ago
                 break
@@ -228,8 +230,8 @@ class Scheduler:
                 request.blocks += self.blocks.allocate(need)
 
     def _preempt(self, request):
-        """Give up the blocks; its tokens, output included, are computed again when it is back. It is
-        older than all who wait, and what it published it will find in the prefix cache."""
+        """Give up the blocks; its tokens, output included, are computed again when it is back. It
+        is older than all who wait, and what it published it will find in the prefix cache."""
         self.blocks.release(request.blocks)
         request.blocks, request.num_computed = None, 0
         self.waiting.appendleft(request)
@@ -256,8 +258,10 @@ class Scheduler:
     def check(self):
         """The invariants, for tests and --check: cheap enough for every step of a small pool."""
         self.blocks.check()
-        held = [block for request in self.running for block in request.blocks]
-        assert sum(self.blocks.references) == len(held), "references without a request"
+        held = [0] * self.blocks.num_blocks
+        for block in itertools.chain.from_iterable(request.blocks for request in self.running):
+            held[block] += 1
+        assert held == self.blocks.references, "references are not those of the block tables"
         assert all(request.blocks is None for request in self.waiting)
         assert len(self.running) + len(self.waiting) == len(self.requests)
         for request in self.running:
@@ -326,12 +330,15 @@ class Options:
     tp: int = None
     threshold: str = "auto"            # or N: steps of at most N tokens run in shift mode
     mode: str = "shift"                # "tp" or "sp" pin one mode, for comparison
-    link: str = "auto"
+    link: str = "auto"                 # nccl on GPUs, shm between CPU ranks of one host, else gloo
+    link_gbps: float = None            # emulate a slower interconnect: gigabits a second ...
+    link_us: float = None              # ... and microseconds for each collective
+    kernels: str = "auto"              # c on CPUs where there is a compiler, else torch
     dtype: str = "auto"                # float32 on a CPU, the checkpoint's on a GPU
-    max_model_len: int = None          # default: what the model was trained for, if the pool holds it
+    max_model_len: int = None          # default: what the model was trained for, if it fits
     max_step_tokens: int = 2048
     max_seqs: int = 256
-    kv_blocks: int = None              # default: a quarter of the memory (CPU), 80 % of the rest (GPU)
+    kv_blocks: int = None              # default: a quarter of the memory, or 80 % of a GPU's rest
     block_size: int = 16
     explain: bool = False              # print a line for each step
     check: bool = False                # check invariants and compare the ranks' states, every step
@@ -342,11 +349,12 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
-        for name, choices in (("mode", ("shift", "tp", "sp")), ("link", ("auto", "nccl", "gloo")),
-                              ("dtype", ("auto", "float32", "bfloat16", "float16"))):
-            if getattr(self, name) not in choices:
-                raise UserError(f"--{name} {getattr(self, name)} is none of {', '.join(choices)}")
-        if self.threshold != "auto" and not str(self.threshold).isdigit():
+        for name, choices in (("mode", "shift, tp, sp"), ("link", "auto, nccl, shm, gloo"),
+                              ("kernels", "auto, c, torch"),
+                              ("dtype", "auto, float32, bfloat16, float16")):
+            if getattr(self, name) not in choices.split(", "):
+                raise UserError(f"--{name} {getattr(self, name)} is none of {choices}")
+        if self.threshold != "auto" and not str(self.threshold).isdecimal():
             raise UserError(f"--threshold {self.threshold} must be auto or a number of tokens")
 
 
@@ -354,22 +362,37 @@ class ContextError(UserError):
     """The request is longer than the context."""
 
 
-def make_link(name, ranks=None):
-    """The collectives' backend, the device, and the threads: all cores, divided over the ranks."""
-    local, here = (int(os.environ.get(key, default)) for key, default in
-                   (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-    gpus = torch.cuda.device_count() if name != "gloo" else 0
-    if name == "nccl" and not gpus:
-        raise UserError("--link nccl needs NVIDIA GPUs, and there are none here: use --link gloo")
+def make_link(options, link):
+    """(link, kernels, remark): the fastest collectives and kernels that this machine has, the same
+    on all ranks of `link`; the cores divided over the ranks; and why, if something is missing."""
+    local, here, world = (int(os.environ.get(key, default)) for key, default in
+                          (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("WORLD_SIZE", 1)))
+    emulate = None
+    if options.link_gbps or options.link_us:
+        emulate = options.link_gbps or math.inf, options.link_us or 0
+    gpus = torch.cuda.device_count() if options.link in ("auto", "nccl") else 0
+    if options.link == "nccl" and not gpus:
+        raise UserError("--link nccl needs NVIDIA GPUs, and there are none here: use --link auto, "
+                        "shm or gloo")
     if gpus and here > gpus:
-        raise UserError(f"{here} ranks on a host with {gpus} GPUs: start {gpus}, or use --link gloo "
-                        f"to run on the CPU")
+        raise UserError(f"{here} ranks on a host with {gpus} GPUs: start {gpus}, or use --link shm "
+                        f"or gloo to run on the CPU")
     if gpus:
         torch.cuda.set_device(local)
-        return Link("nccl", ranks, f"cuda:{local}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // here))
-    return Link("gloo", ranks)
+        return Link("nccl", link.world_ranks, f"cuda:{local}", emulate), TorchKernels(), ""
+    threads = max(1, cores() // here)
+    torch.set_num_threads(threads)
+    missing = next((reason for reason in link.gather(why_not_native()) if reason), None)
+    if missing and options.kernels == "c":
+        raise UserError(f"--kernels c cannot be had: {missing}; use --kernels auto")
+    plain = missing or options.kernels == "torch"
+    kernels = TorchKernels() if plain else NativeKernels(threads)
+    remark = f" (torch kernels: {missing})" if missing else ""
+    missing = "ranks on several hosts" if world > here else missing
+    if missing and options.link == "shm":
+        raise UserError(f"--link shm cannot be had: {missing}; use --link auto")
+    backend = "gloo" if options.link == "gloo" or missing else "shm"
+    return Link(backend, link.world_ranks, emulate=emulate), kernels, remark
 
 
 class Engine:
@@ -389,20 +412,21 @@ class Engine:
         self.options = Options(**options)
         if not dist.is_initialized():
             connect()
-        self.link = make_link(self.options.link, ranks)
+        self.link = Link("gloo", ranks)
+        self._same_everywhere(**vars(self.options))
+        self.link, self.kernels, self.remark = make_link(self.options, self.link)
         self.rank = self.link.rank
         self._load()
         self._allocate_kv()
         self.scheduler = Scheduler(BlockManager(self.num_blocks, self.options.block_size),
                                    self.options.max_seqs, self.options.max_step_tokens)
         self.switch = self._make_switch()
-        self._same_everywhere()
         self.step_count, self.sampled, self.finished = 0, [], []
         self.outputs = {}              # id -> Output, alive; rank 0, the engine's thread only
         self.inbox, self.dropped, self.ids = [], [], itertools.count()
         self.wake = threading.Condition()                    # guards inbox, ids, closing, deadline
         self.closing, self.deadline = False, None            # end when done; when to stop waiting
-        self.on_events = lambda events: None                 # called once a step with all its events
+        self.on_events = lambda events: None                 # called once a step, with all events
 
     # Start-up
 
@@ -417,7 +441,7 @@ class Engine:
             directory = self._find_model()
             with link.together():
                 config = Config.read(directory)
-                Layout(sp, tp, config.heads, config.kv_heads, config.ffn)  # fails before the reading
+                Layout(sp, tp, config.heads, config.kv_heads, config.ffn)   # fails before reading
                 source = Checkpoint(directory, config)
                 self.tokenizer = Tokenizer(directory, config) if self.rank == 0 else None
         self.config = config
@@ -429,8 +453,8 @@ class Engine:
         with link.together():
             self.model = Llama(config, source, self.layout, link, (self.base, self.shift),
                                min(config.max_len, options.max_model_len or config.max_len),
-                               getattr(torch, dtype))
-        self.fingerprint = (config, options, source.fingerprint, link.backend)
+                               getattr(torch, dtype), self.kernels)
+        self._same_everywhere(config=config, checkpoint=source.fingerprint)
 
     def _find_model(self):
         """The model's directory. One rank of a host downloads; the others ask twice a second
@@ -471,7 +495,7 @@ class Engine:
     def _make_switch(self):
         options, most = self.options, self.options.max_step_tokens
         if options.mode != "shift":
-            return Switch.at(most if options.mode == "tp" else -1, most, f"pinned by --mode {options.mode}")
+            return Switch.at(most if options.mode == "tp" else -1, most, f"--mode {options.mode}")
         if options.threshold != "auto":
             return Switch.at(int(options.threshold), most)
         if self.link.size == 1:
@@ -491,7 +515,7 @@ class Engine:
                       positions=torch.arange(tokens) % length,
                       slot_mapping=torch.arange(tokens) % length,
                       block_tables=torch.arange(self.scheduler.blocks.pages(length),
-                                                dtype=torch.int32).expand(len(starts), -1),
+                                                dtype=torch.int32).repeat(len(starts), 1),
                       query_starts=torch.cat([starts, torch.tensor([tokens])]).int(),
                       context_lens=(tokens - starts).clamp(max=length).int(),
                       rows=[]).to(self.link.device)
@@ -504,13 +528,14 @@ class Engine:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def _same_everywhere(self):
-        """Ranks that were started differently would wait for each other for ever: say so instead."""
-        prints = self.link.gather(repr(self.fingerprint))
+    def _same_everywhere(self, **values):
+        """Ranks that were started differently would wait for each other for ever: say so."""
+        prints = self.link.gather({name: repr(value) for name, value in values.items()})
         for rank, other in enumerate(prints):
-            if other != prints[0]:
-                raise UserError(f"rank {rank} runs another model, link or options than rank 0: "
-                                f"{other} against {prints[0]}")
+            for name, value in other.items():
+                if value != prints[0][name]:
+                    raise UserError(f"rank {rank} has {name} = {value}, but rank 0 has "
+                                    f"{prints[0][name]}: start all ranks with the same")
 
     # Running
 
@@ -550,12 +575,13 @@ class Engine:
         Call it on every rank. Rank 0's arguments count; the other ranks return None.
         """
         outputs = None
-        if self.rank == 0:
-            ids = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
-            for prompt in ids:
-                self.admissible(prompt, params)              # all, before the first one runs
-            outputs = [self.submit(prompt, params, index=i) for i, prompt in enumerate(ids)]
-            self.close()
+        with self.link.together():                           # a mistake is raised on every rank
+            if self.rank == 0:
+                ids = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+                for prompt in ids:
+                    self.admissible(prompt, params)          # all, before the first one runs
+                outputs = [self.submit(prompt, params, index=i) for i, prompt in enumerate(ids)]
+                self.close()
         self.run()
         self.closing = False
         return outputs
@@ -597,10 +623,12 @@ class Engine:
             was = before.get((op, what), Count())
             calls = now.calls - was.calls
             if calls:
-                sent.append(f"{what} {op} {calls} x {(now.bytes - was.bytes) / calls / 1024:.1f} KB")
-        print(f"step {self.step_count:4} | {tokens:4} tokens: {tokens - decodes} prefill, {decodes} decode "
-              f"| {mode.name:5} sp {mode.sp} x tp {mode.tp}, {self.switch.reason(tokens)} | "
-              f"{seconds * 1000:.1f} ms | rank 0 sent {', '.join(sent) or 'nothing'}", flush=True)
+                size = (now.bytes - was.bytes) / calls / 1024
+                sent.append(f"{what} {op} {calls} x {size:.1f} KB")
+        print(f"step {self.step_count:4} | {tokens:4} tokens: {tokens - decodes} prefill, "
+              f"{decodes} decode | {mode.name:5} sp {mode.sp} x tp {mode.tp}, "
+              f"{self.switch.reason(tokens)} | {seconds * 1000:.1f} ms | "
+              f"rank 0 sent {', '.join(sent) or 'nothing'}", flush=True)
 
     # Rank 0: clients on one side, the message to all ranks on the other
 
@@ -612,8 +640,9 @@ class Engine:
         if bad:
             raise UserError(f"token id {bad[0]} is not in the vocabulary of {self.config.vocab}")
         if len(prompt) + params.max_tokens > self.max_model_len:
-            raise ContextError(f"this model's maximum context length is {self.max_model_len} tokens; "
-                               f"the prompt has {len(prompt)} and max_tokens is {params.max_tokens}")
+            raise ContextError(f"this model's maximum context length is {self.max_model_len} "
+                               f"tokens, but the prompt has {len(prompt)} and max_tokens is "
+                               f"{params.max_tokens}")
 
     def submit(self, prompt, params, index=0, queue=None):
         """Queue a request (any thread); its Events come through `on_events`, step by step."""
@@ -640,12 +669,12 @@ class Engine:
             self.wake.notify()
 
     def _next_message(self):
-        """What all ranks must know before the next step; waits here while there is nothing to do."""
+        """What all ranks must know before the next step; waits here while nothing is to be done."""
         with self.wake:
             if not (self.outputs or self.finished):
                 self.wake.wait_for(lambda: self.inbox or self.closing, timeout=self.IDLE_TICK)
             added = [output for output in self.inbox if output not in self.dropped]
-            dropped = [output for output in self.dropped if output.id in self.outputs]
+            dropped = [output for output in dict.fromkeys(self.dropped) if output.finish is None]
             self.inbox, self.dropped = [], []
             if self.deadline is not None and time.monotonic() > self.deadline:
                 added, dropped = [], [*self.outputs.values(), *added]
@@ -805,7 +834,8 @@ class Api:
                 raise UserError("the prompt is empty: give it at least one character or token id")
             prompts = [await asyncio.to_thread(self.tokenizer.encode, one) if isinstance(one, str)
                        else one for one in prompts]
-            params = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs)
+            most = 16 if body.max_tokens is None else body.max_tokens
+            params = body.sampling(most, body.logprobs)
             return await self._answer(body, request, prompts, params, chat=False)
 
         @app.post("/v1/chat/completions")
@@ -861,7 +891,8 @@ class Api:
         collect.result()
         choices = [self._choice(chat, output, output.text, output.samples, output.finish)
                    for output in outputs]
-        return JSONResponse({**head, "choices": choices, "usage": self._usage(prompt_tokens, outputs)})
+        usage = self._usage(prompt_tokens, outputs)
+        return JSONResponse({**head, "choices": choices, "usage": usage})
 
     async def _stream(self, head, outputs, queue, chat, prompt_tokens):
         """Server-sent events: a chunk for each step that has text, usage if asked for, [DONE]."""
@@ -938,7 +969,8 @@ class Api:
         entry = lambda token, logprob: {"token": self._token(token), "logprob": logprob,
                                         "bytes": list(self.tokenizer.token_bytes(token))}
         return {"content": [{**entry(one.token, one.logprob),
-                             "top_logprobs": [entry(*pair) for pair in one.top]} for one in samples]}
+                             "top_logprobs": [entry(*pair) for pair in one.top]}
+                            for one in samples]}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -959,7 +991,10 @@ def parse(argv):
     add("--tp", type=int, help="tensor-parallel degree of base mode; sp * tp = ranks")
     add("--threshold", default="auto", help="shift mode up to N tokens in a step; auto: measure")
     add("--mode", default="shift", help="shift; tp or sp pin one mode")
-    add("--link", default="auto", help="auto, nccl or gloo")
+    add("--link", default="auto", help="auto, nccl, shm or gloo")
+    add("--link-gbps", type=float, help="emulate a slower link: gigabits a second")
+    add("--link-us", type=float, help="emulate a slower link: microseconds a collective")
+    add("--kernels", default="auto", help="auto, c or torch (on CPUs)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--max-model-len", type=int, help="longest prompt + output")
     add("--max-step-tokens", type=int, default=Options.max_step_tokens, help="tokens in a step")
@@ -983,8 +1018,8 @@ def parse(argv):
 def bind(host, port):
     """The server's socket, taken before the model is loaded: a port in use shows at once."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        family, *kind, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, *kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         return listener
@@ -1034,17 +1069,18 @@ def start_http(engine, args, listener, began):
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    while not server.started:
+    while thread.is_alive() and not server.started:
         time.sleep(0.01)
 
     def stop(number, frame):           # once: finish what runs; twice: at once
-        threading.Thread(target=engine.close, args=(0 if engine.closing else args.grace,)).start()
+        engine.close(0 if engine.closing else args.grace)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     host, port = listener.getsockname()[:2]
-    print(f"nanoshift: {name} on {engine.link.size} ranks (sp {engine.layout.sp} x tp "
-          f"{engine.layout.tp}), {engine.switch} ({engine.switch.why}), {engine.num_blocks} KV blocks, "
-          f"context {engine.max_model_len}\n"
+    print(f"nanoshift: {name}, {engine.link.size} ranks (sp {engine.layout.sp} x tp "
+          f"{engine.layout.tp}), {engine.link.backend} link{engine.remark}, context "
+          f"{engine.max_model_len}, {engine.num_blocks} KV blocks\n"
+          f"switch: {engine.switch} ({engine.switch.why})\n"
           f"ready in {time.perf_counter() - began:.1f} s: http://{host}:{port}", flush=True)
 
     def finish():

@@ -6,7 +6,7 @@ two ways to run a step over that layout; `Link` carries every collective, by nam
 
 What it does not know: Llama, requests, HTTP.
 
-    python shift.py --ranks 8 --sp 4 --tp 2 --heads 16 --kv-heads 4      who owns what, and the bytes
+    python shift.py --ranks 8 --sp 4 --tp 2 --heads 16 --kv-heads 4    who owns what, and the bytes
 
 The idea ("Shift Parallelism", arXiv 2509.16495, section 3). A rank is a pair (s, t): it holds slice
 s of the tokens and shard t of the weights, `rank = s * tp + t`. Cut every layer into P = sp * tp
@@ -15,19 +15,21 @@ equal blocks, each with h = H/P query heads, their KV heads, and f = F/P MLP col
     rank (s, t) computes attention for block  b = t * sp + s  in BOTH modes.
 
 In base mode (Ulysses sequence parallel over sp, tensor parallel over tp) rank (s, t) multiplies its
-slice of the tokens by the sp blocks of shard t, and an all_to_all over the sp group gives every rank
-all tokens of its own block. In shift mode (tensor parallel over all P) it multiplies all tokens by
-block b alone. Either way the keys and values of block b land on the same rank, so the KV cache is
-valid in both modes, and block b is a contiguous slice of shard t, so the weights are too: a switch
-moves nothing.
+slice of the tokens by the sp blocks of shard t, and an all_to_all over the sp group gives every
+rank all tokens of its own block. In shift mode (tensor parallel over all P) it multiplies all
+tokens by block b alone. Either way the keys and values of block b land on the same rank, so the KV
+cache is valid in both modes, and block b is a contiguous slice of shard t, so the weights are too:
+a switch moves nothing.
 """
 import argparse
 import datetime
 import json
+import math
 import multiprocessing as mp
 import multiprocessing.connection
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -38,9 +40,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from kernels import SharedMemory
+
 
 class UserError(ValueError):
-    """A mistake that the user can mend. The message carries the value and the remedy, in one line."""
+    """A mistake that the user can mend: the message carries the value and the remedy, in a line."""
 
 
 class LostRank(RuntimeError):
@@ -53,7 +57,7 @@ class LostRank(RuntimeError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rank owns which heads, MLP columns and tokens: pure arithmetic, no tensors, no processes.
+    """Which rank owns which heads, MLP columns and tokens: arithmetic, no tensors, no processes.
 
     sp, tp      sequence-parallel and tensor-parallel degrees of base mode; P = sp * tp ranks
     heads       H, query heads           kv_heads  K, key/value heads           ffn  F, MLP width
@@ -70,8 +74,8 @@ class Layout:
         fits = [p for p in range(1, self.heads + 1) if self._fits(p)]
         if self.ranks not in fits:
             raise UserError(
-                f"{self.ranks} ranks (sp {self.sp} x tp {self.tp}) cannot share {self.heads} heads, "
-                f"{self.kv_heads} KV heads and MLP width {self.ffn} equally; "
+                f"{self.ranks} ranks (sp {self.sp} x tp {self.tp}) cannot share {self.heads} "
+                f"heads, {self.kv_heads} KV heads and MLP width {self.ffn} equally; "
                 f"these rank counts can: {', '.join(map(str, fits))}")
 
     def _fits(self, p):
@@ -98,7 +102,7 @@ class Layout:
         return divmod(rank, self.tp)                                       # (s, t)
 
     def block(self, rank):
-        """The block whose heads this rank attends with and caches, in both modes: the invariance."""
+        """The block whose heads this rank attends with and caches, in both modes: invariance."""
         s, t = self.coordinates(rank)
         return t * self.sp + s
 
@@ -111,7 +115,7 @@ class Layout:
         return range(block * self.h, (block + 1) * self.h)
 
     def kv_heads_of(self, block):
-        """K >= P: k heads of its own. K < P: the one head that P/K neighbouring blocks replicate."""
+        """K >= P: k heads of its own. K < P: one head, which P/K neighbouring blocks replicate."""
         first = block * self.kv_heads // self.ranks
         return range(first, first + self.k)
 
@@ -164,11 +168,53 @@ class Group:
     """Some ranks of a link, in the order in which splits and sums count them."""
     ranks: tuple
     index: int                         # this rank's place in `ranks`
-    handle: object                     # torch's process group; None for a group of one
+    carrier: object                    # TorchGroup, SharedMemory, or Alone
 
     @property
     def size(self):
         return len(self.ranks)
+
+
+class Alone:
+    """Collectives of a group of one: nothing to do."""
+
+    def all_reduce(self, x):
+        pass
+
+    def all_to_all(self, out, x, receive, send):
+        out.copy_(x)
+
+    def broadcast(self, x):
+        pass
+
+    def gather(self, value):
+        return [value]
+
+
+class TorchGroup:
+    """Collectives by torch.distributed (gloo or nccl), over ranks of the world.
+
+    Only members call, so that engines on other ranks need not join in. (torch counts each rank's
+    groups in their names: ranks that made different numbers of them cannot make one together.)
+    """
+
+    def __init__(self, world_ranks, backend):
+        self.first = world_ranks[0]
+        self.handle = dist.new_group(world_ranks, backend=backend, use_local_synchronization=True)
+
+    def all_reduce(self, x):
+        dist.all_reduce(x, group=self.handle)
+
+    def all_to_all(self, out, x, receive, send):
+        dist.all_to_all_single(out, x, receive, send, group=self.handle)
+
+    def broadcast(self, x):
+        dist.broadcast(x, self.first, group=self.handle)
+
+    def gather(self, value):
+        values = [None] * dist.get_world_size(self.handle)
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
 
 
 @dataclass
@@ -181,10 +227,12 @@ class Count:
 class Link:
     """The collectives, over the ranks of one engine. Each call is explicit, named and counted.
 
-    backend   "gloo" (anywhere) or "nccl" (GPUs), for the tensors of the forward pass. Messages
-              between the schedulers always travel by gloo, on the CPU.
+    backend   "gloo" (anywhere), "nccl" (GPUs) or "shm" (CPU ranks of one Linux host: shared memory,
+              some hundred times faster than gloo's sockets), for the tensors of the forward pass
     ranks     the world ranks that take part, default all: several engines can share one world
               (data parallelism, or a small P inside a large test). `rank` counts within them.
+    emulate   (gigabits a second, microseconds): make every collective of the forward pass last at
+              least its latency plus bytes/bandwidth, to see a slower interconnect's trade-offs
 
     `counts[op, what]` sums calls, bytes sent to other ranks, and seconds. A ring all_reduce of n
     ranks counts 2(n-1)/n of its tensor, the others exactly what leaves this rank. On a GPU the
@@ -192,29 +240,32 @@ class Link:
     """
     HEADER, PACKET = 8, 16384          # bytes: a message's length; what one broadcast carries
 
-    def __init__(self, backend="gloo", ranks=None, device="cpu"):
+    def __init__(self, backend="gloo", ranks=None, device="cpu", emulate=None):
         self.world_ranks = list(range(dist.get_world_size()) if ranks is None else ranks)
+        assert self.world_ranks == sorted(self.world_ranks), "torch orders groups by world rank"
         self.rank = self.world_ranks.index(dist.get_rank())
         self.size = len(self.world_ranks)
-        self.backend, self.device = backend, torch.device(device)
+        self.backend, self.device, self.emulate = backend, torch.device(device), emulate
         self.counts = defaultdict(Count)
         self._groups = {}
+        self._gloo = TorchGroup(self.world_ranks, "gloo") if self.size > 1 else Alone()
         self.everyone = self.group(range(self.size))
-        self._control = self.everyone.handle
-        if backend != "gloo" and self.size > 1:
-            self._control = self._new_group(self.world_ranks, "gloo")
-
-    def _new_group(self, world_ranks, backend):
-        # Local synchronization: only members call, so that engines on other ranks need not join in.
-        return dist.new_group(world_ranks, backend=backend, use_local_synchronization=True)
+        # Messages between the schedulers are for CPUs: shared memory if there is, else gloo.
+        self._control = self.everyone.carrier if backend == "shm" else self._gloo
 
     def group(self, ranks):
-        """The group of these ranks (counted within the link), made at the first call."""
+        """The group of these ranks (counted within the link), made at the first call. All ranks of
+        the link call it at the same point, each with the group it belongs to."""
         ranks = tuple(ranks)
         if ranks not in self._groups:
-            world = [self.world_ranks[r] for r in ranks]
-            handle = self._new_group(world, self.backend) if len(ranks) > 1 else None
-            self._groups[ranks] = Group(ranks, ranks.index(self.rank), handle)
+            index, carrier = ranks.index(self.rank), Alone()
+            if self.backend == "shm" and self.size > 1:
+                crowded = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > cores()
+                carrier = SharedMemory(ranks, index, self.gather, spins=0 if crowded else 2000,
+                                       patience=1800)
+            elif len(ranks) > 1:
+                carrier = TorchGroup([self.world_ranks[r] for r in ranks], self.backend)
+            self._groups[ranks] = Group(ranks, index, carrier)
         return self._groups[ranks]
 
     @contextmanager
@@ -223,31 +274,37 @@ class Link:
         try:
             yield
         except RuntimeError as e:
-            cause = str(e).split("] ", 1)[-1].split(". ")[0]         # without source file and advice
+            cause = str(e).split("] ", 1)[-1].split(". ")[0]     # without source file and advice
             raise LostRank(f"another rank is gone ({what} {op}: {cause})") from e
+        seconds = time.perf_counter() - start
+        if self.emulate and what != "control":
+            gigabits, microseconds = self.emulate
+            least = microseconds * 1e-6 + nbytes * 8e-9 / gigabits
+            time.sleep(max(0, least - seconds))
+            seconds = max(least, seconds)
         count = self.counts[op, what]
         count.calls += 1
         count.bytes += nbytes
-        count.seconds += time.perf_counter() - start
+        count.seconds += seconds
 
     def all_reduce(self, x, group, what):
         """Sum x over the group, in place, and return it."""
         n = group.size
         with self._counted("all_reduce", what, 2 * (n - 1) * x.nbytes // n):
-            dist.all_reduce(x, group=group.handle)
+            group.carrier.all_reduce(x)
         return x
 
     def all_to_all(self, x, send, receive, group, what):
         """Rows of x to their destinations: the first send[0] to the group's rank 0, and so on.
 
-        x (sum(send), ...) contiguous -> (sum(receive), ...), in the order of the senders. Counts may
-        differ and may be zero; send[i] here must be receive[index here] on rank i.
+        x (sum(send), ...) contiguous -> (sum(receive), ...), in the order of the senders. Counts
+        may differ and may be zero; send[i] here must be receive[index here] on rank i.
         """
         assert x.is_contiguous() and x.shape[0] == sum(send), f"{tuple(x.shape)} is not {send} rows"
         out = x.new_empty(sum(receive), *x.shape[1:])
         row = x[0].nbytes if len(x) else 0
         with self._counted("all_to_all", what, (sum(send) - send[group.index]) * row):
-            dist.all_to_all_single(out, x, list(receive), list(send), group=group.handle)
+            group.carrier.all_to_all(out, x, list(receive), list(send))
         return out
 
     def broadcast(self, message=None):
@@ -272,24 +329,19 @@ class Link:
         return json.loads((packet + rest)[self.HEADER:self.HEADER + length])
 
     def _broadcast(self, buffer):
-        if self.size > 1:
-            with self._counted("broadcast", "control", len(buffer) * (self.rank == 0)):
-                dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), self.world_ranks[0],
-                               group=self._control)
+        sent = len(buffer) * (self.rank == 0 and self.size > 1)
+        with self._counted("broadcast", "control", sent):
+            self._control.broadcast(torch.frombuffer(buffer, dtype=torch.uint8))
 
     def gather(self, value):
         """Every rank's value (any Python object), in rank order, on every rank. For start-up."""
-        values = [value] * self.size
-        if self.size > 1:
-            with self._counted("all_gather", "control", 0):
-                dist.all_gather_object(values, value, group=self._control)
-        return values
+        with self._counted("all_gather", "control", 0):
+            return self._gloo.gather(value)
 
     def barrier(self):
         """Returns when every rank has come here: a real exchange, so it proves that all live."""
-        if self.size > 1:
-            with self._counted("all_reduce", "control", 0):
-                dist.all_reduce(torch.zeros(1), group=self._control)
+        with self._counted("all_reduce", "control", 0):
+            self._control.all_reduce(torch.zeros(1))
 
     @contextmanager
     def together(self):
@@ -300,7 +352,7 @@ class Link:
         error = None
         try:
             yield
-        except Exception as e:                       # not only ours: whatever it is, tell the others
+        except Exception as e:                       # whatever it is, the others must know
             error = e
         told = self.gather(None if error is None else str(error) or repr(error))
         if error is not None:
@@ -308,6 +360,11 @@ class Link:
         if any(told):
             rank = next(r for r, text in enumerate(told) if text)
             raise UserError(f"rank {rank}: {told[rank]}")
+
+
+def cores():
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def connect():
@@ -340,19 +397,24 @@ def launch(function, ranks, *args):
     The signals SIGINT and SIGTERM are passed on to rank 0, which decides what they mean.
     """
     context = mp.get_context("fork" if sys.platform == "linux" else "spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = [context.Process(target=_child, args=(rank, ranks, store.port, function, args))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, ranks))
+    port = listener.getsockname()[1]
+    children = [context.Process(target=_child, args=(rank, ranks, port, function, args))
                 for rank in range(ranks)]
     for child in children:
         child.start()
+    # Only now: the store has a thread, and a fork beside it can inherit a lock that stays shut.
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
+                          master_listen_fd=listener.detach())
     pass_on = lambda number, frame: children[0].is_alive() and os.kill(children[0].pid, number)
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        waiting = {child.sentinel: child for child in children}
-        while waiting and not any(child.exitcode for child in children):
+        waiting, code = {child.sentinel: child for child in children}, 0
+        while waiting and not code:
             for sentinel in mp.connection.wait(list(waiting)):
-                waiting.pop(sentinel).join()
-        code = next((child.exitcode for child in children if child.exitcode), 0)
+                child = waiting.pop(sentinel)
+                child.join()
+                code = code or child.exitcode
         time.sleep(0.5 if code > 0 else 0)           # after an error the others end by themselves
         for child in waiting.values():
             child.kill()
@@ -402,7 +464,7 @@ class Switch:
 
     @classmethod
     def at(cls, threshold, max_tokens, why=None):
-        """The paper's rule: at most `threshold` tokens in the step -> shift mode, else base mode."""
+        """The paper's rule: at most `threshold` tokens in the step -> shift mode, else base."""
         return cls([tokens <= threshold for tokens in range(max_tokens + 1)],
                    why or f"threshold {threshold}", None if why else threshold)
 
@@ -428,12 +490,15 @@ class Switch:
                 seconds[name, size].append(step_seconds(name, size))
             now = time.perf_counter()
             sizes.append(size)
-            if not link.broadcast(now - began + 2 * (now - start) < budget):   # the next costs double
-                break
+            if not link.broadcast(now - began + 2 * (now - start) < budget):
+                break                                                  # the next size costs double
         tries = link.gather(dict(seconds))
         slowest = {key: [max(times) for times in zip(*(rank[key] for rank in tries))]
                    for key in seconds}
         gain = [min(slowest["base", size]) - min(slowest["shift", size]) for size in sizes]
+        for i in range(1, len(sizes)):               # within 5 %, which is noise: as one size below
+            if abs(gain[i]) < 0.05 * min(slowest["base", sizes[i]]):
+                gain[i] = math.copysign(1e-9, gain[i - 1])
         table = []
         for tokens in range(max_tokens + 1):
             i = min(max(tokens, 1).bit_length() - 1, len(sizes) - 1)
@@ -496,8 +561,8 @@ def explain(layout, tokens, dim, head_dim):
         lines.append(f"{rank:4} {s} {t}|{block:5} {_span(layout.q_heads(block)):7} "
                      f"{_span(layout.kv_heads_of(block)):12}| {base:9} "
                      f"{_span(layout.shard(rank)):12}| {f'0-{tokens - 1}':9} {block}")
-    lines += ["", "A switch moves nothing: a rank caches the heads of one block in both modes, and the",
-              "block's weights are a slice of the shard that base mode uses.", "",
+    lines += ["", "A switch moves nothing: a rank caches the heads of one block in both modes, and",
+              "the block's weights are a slice of the shard that base mode uses.", "",
               "Elements sent to other ranks in one layer, average over the ranks:",
               f"{'':24}{'base':>14}{'shift':>14}"]
     sent = [elements_sent(layout, rank, tokens, dim, head_dim) for rank in range(layout.ranks)]
@@ -509,7 +574,8 @@ def explain(layout, tokens, dim, head_dim):
              for sp, tp in ((layout.sp, layout.tp), (1, layout.ranks))]
     for name, values in (("sum", sums), ("closed form", forms)):
         lines.append(f"{name:24}{values[0]:14,.1f}{values[1]:14,.1f}")
-    lines.append(f"{'sum / (T * D)':24}{sums[0] / tokens / dim:14.3f}{sums[1] / tokens / dim:14.3f}")
+    each = [total / tokens / dim for total in sums]
+    lines.append(f"{'sum / (T * D)':24}{each[0]:14.3f}{each[1]:14.3f}")
     return "\n".join(lines)
 
 
@@ -525,24 +591,27 @@ def main():
     parser.add_argument("--tokens", type=int, default=100, help="tokens in the step")
     args = parser.parse_args()
     try:
-        sp, tp = split_ranks(args.ranks, args.sp, args.tp or (None if args.sp else 2))
+        if args.sp is args.tp is None and args.ranks > 2 and args.ranks % 2 == 0:
+            args.tp = 2                                      # a mixed layout shows more
+        sp, tp = split_ranks(args.ranks, args.sp, args.tp)
         layout = Layout(sp, tp, args.heads, args.kv_heads, ffn=args.heads)
-        if min(args.tokens, args.head_dim, args.dim or 1) < 1:
+        dim = args.heads * args.head_dim if args.dim is None else args.dim
+        if min(args.tokens, args.head_dim, dim) < 1:
             raise UserError("--tokens, --head-dim and --dim must be at least 1")
     except UserError as e:
         print(f"shift.py: {e}", file=sys.stderr)
         return 2
-    print(explain(layout, args.tokens, args.dim or args.heads * args.head_dim, args.head_dim))
+    print(explain(layout, args.tokens, dim, args.head_dim))
 
 
 def split_ranks(ranks, sp=None, tp=None):
     """(sp, tp) with sp * tp = ranks, from what the user fixed; all sequence-parallel by default."""
-    if min(ranks, sp or 1, tp or 1) < 1:
+    if min(degree for degree in (ranks, sp, tp) if degree is not None) < 1:
         raise UserError(f"ranks {ranks}, sp {sp}, tp {tp}: each must be at least 1")
     sp, tp = sp or ranks // (tp or 1), tp or ranks // (sp or ranks)
     if sp * tp != ranks:
-        raise UserError(f"sp {sp} x tp {tp} is not {ranks} ranks: give one of the two, or a product "
-                        f"of {ranks}")
+        raise UserError(f"sp {sp} x tp {tp} is not {ranks} ranks: give one of the two, or a "
+                        f"product of {ranks}")
     return sp, tp
 
 
