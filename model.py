@@ -173,19 +173,16 @@ def find_model(name):
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or ".." in name:
         raise UserError(f"--model {name}: no such directory, and not a hub id like org/name")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"],
                                  ignore_patterns=["*/*"])
     except GatedRepoError:
         raise UserError(f"--model {name}: a gated repository; accept its licence on the hub, then "
                         f"set HF_TOKEN or run `hf auth login`") from None
-    except (RepositoryNotFoundError, HFValidationError):
-        raise UserError(f"--model {name}: no such directory and no such repository on the hub "
-                        f"(a private one needs HF_TOKEN)") from None
-    except Exception as e:                           # no network, disk full, ...
+    except Exception as e:                           # no such repository, no network, disk full ...
         raise UserError(f"--model {name}: no such directory, and not to be had from the hub "
-                        f"({str(e).splitlines()[0] if str(e) else type(e).__name__})") from None
+                        f"({(str(e) or repr(e)).splitlines()[0]})") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -511,7 +508,8 @@ class SamplingParams:
         for name, ok, say in (
                 ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
                 ("temperature", 0 <= self.temperature < math.inf, "must be 0 or more, and finite"),
-                ("top_k", self.top_k >= -1, "must be a count, or 0 or -1 for no limit"),
+                ("top_k", -1 <= self.top_k < 2 ** 63, "must be a count, or 0 or -1 for no limit"),
+                ("seed", abs(self.seed or 0) < 2 ** 64, "must fit into 64 bits"),
                 ("top_p", 0 <= self.top_p <= 1, "must be between 0 and 1"),
                 ("min_p", 0 <= self.min_p <= 1, "must be between 0 and 1"),
                 ("logprobs", 0 <= (self.logprobs or 0) <= 20, "must be between 0 and 20"),
@@ -641,7 +639,10 @@ class Tokenizer:
         """Text -> ids. Special tokens written out in it count as themselves, as in transformers; a
         beginning-of-text token is put in front unless there is one already."""
         text = unicodedata.normalize("NFC", text) if self.nfc else text
-        ids = [i for i in self.encoding.encode(text, allowed_special="all") if i < self.size]
+        try:
+            ids = [i for i in self.encoding.encode(text, allowed_special="all") if i < self.size]
+        except ValueError as e:                     # the regular expression gave up
+            raise UserError(f"a text of {len(text)} characters cannot be cut into words: {e}")
         return [self.bos] + ids if bos and self.bos is not None and ids[:1] != [self.bos] else ids
 
     def token_bytes(self, token):

@@ -26,7 +26,7 @@ import time
 from array import array
 from collections import OrderedDict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -288,7 +288,7 @@ class Output:
         self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
         self.index, self.queue = index, queue                # for whoever reads the events
         self.tokens, self.text, self.samples, self.finish = [], "", [], None
-        self.decoder, self.held = tokenizer.decoder(), ""
+        self.decoder, self.held, self.offset = tokenizer.decoder(), "", 0
 
     def push(self, one):
         """Take one Sample; returns the Event: the text that is now certain, and whether it ends."""
@@ -322,38 +322,43 @@ class Output:
 # Engine
 
 
+def option(default, help, choices=None, least=None):
+    """A field of Options: its default, and what the command line and the checks make of it."""
+    return field(default=default, metadata={"help": help, "choices": choices, "least": least})
+
+
 @dataclass(frozen=True)
 class Options:
     """Everything an Engine can be told; the command line has the same names."""
-    model: str = str(Path(__file__).parent / "assets" / "tiny")
-    sp: int = None                     # default: all ranks (CPU), or what fits the GPUs
-    tp: int = None
-    threshold: str = "auto"            # or N: steps of at most N tokens run in shift mode
-    mode: str = "shift"                # "tp" or "sp" pin one mode, for comparison
-    link: str = "auto"                 # nccl on GPUs, shm between CPU ranks of one host, else gloo
-    link_gbps: float = None            # emulate a slower interconnect: gigabits a second ...
-    link_us: float = None              # ... and microseconds for each collective
-    kernels: str = "auto"              # c on CPUs where there is a compiler, else torch
-    dtype: str = "auto"                # float32 on a CPU, the checkpoint's on a GPU
-    max_model_len: int = None          # default: what the model was trained for, if it fits
-    max_step_tokens: int = 2048
-    max_seqs: int = 256
-    kv_blocks: int = None              # default: a quarter of the memory, or 80 % of a GPU's rest
-    block_size: int = 16
-    explain: bool = False              # print a line for each step
-    check: bool = False                # check invariants and compare the ranks' states, every step
+    model: str = option(str(Path(__file__).parent / "assets" / "tiny"),
+                        "directory in Hugging Face layout, hub id, or random:dim=512,layers=8,...")
+    sp: int = option(None, "sequence-parallel degree of base mode; default: all ranks", least=1)
+    tp: int = option(None, "tensor-parallel degree of base mode; sp * tp = ranks", least=1)
+    threshold: str = option("auto", "shift mode up to N tokens in a step; auto measures")
+    mode: str = option("shift", "tp or sp pin one mode, for comparison", "shift, tp, sp")
+    link: str = option("auto", "default: nccl on GPUs, shm between CPU ranks of a host, else gloo",
+                       "auto, nccl, shm, gloo")
+    link_gbps: float = option(None, "emulate a slower link: gigabits a second", least=1e-6)
+    link_us: float = option(None, "emulate a slower link: microseconds a collective", least=0)
+    kernels: str = option("auto", "on CPUs: c where there is a compiler", "auto, c, torch")
+    dtype: str = option("auto", "default: float32 on a CPU, the checkpoint's on a GPU",
+                        "auto, float32, bfloat16, float16")
+    max_model_len: int = option(None, "longest prompt + output; default: the model's", least=1)
+    max_step_tokens: int = option(2048, "tokens in a step", least=1)
+    max_seqs: int = option(256, "requests in a step", least=1)
+    kv_blocks: int = option(None, "blocks in the KV pool; default: by memory", least=1)
+    block_size: int = option(16, "tokens in a KV block", least=1)
+    explain: bool = option(False, "print a line for each step")
+    check: bool = option(False, "check invariants and compare the ranks in each step (slow)")
 
     def __post_init__(self):
-        for name in ("sp", "tp", "max_model_len", "max_step_tokens", "max_seqs", "kv_blocks",
-                     "block_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
-        for name, choices in (("mode", "shift, tp, sp"), ("link", "auto, nccl, shm, gloo"),
-                              ("kernels", "auto, c, torch"),
-                              ("dtype", "auto, float32, bfloat16, float16")):
-            if getattr(self, name) not in choices.split(", "):
-                raise UserError(f"--{name} {getattr(self, name)} is none of {choices}")
+        for f in fields(self):
+            value, name = getattr(self, f.name), f"--{f.name.replace('_', '-')}"
+            choices, least = f.metadata["choices"], f.metadata["least"]
+            if choices and value not in choices.split(", "):
+                raise UserError(f"{name} {value} is none of {choices}")
+            if least is not None and value is not None and not value >= least:
+                raise UserError(f"{name} {value} must be at least {least}")
         if self.threshold != "auto" and not str(self.threshold).isdecimal():
             raise UserError(f"--threshold {self.threshold} must be auto or a number of tokens")
 
@@ -735,7 +740,9 @@ class Body(BaseModel):
     # Accepted at the value that changes nothing, refused at any other rather than ignored.
     UNSUPPORTED: ClassVar = {"echo": False, "best_of": 1, "suffix": "", "frequency_penalty": 0,
                              "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
-                             "tools": [], "response_format": {"type": "text"}}
+                             "tools": [], "tool_choice": "none", "functions": [],
+                             "function_call": "none", "modalities": ["text"],
+                             "response_format": {"type": "text"}}
 
     def sampling(self, max_tokens, logprobs):
         """SamplingParams, which check the values. Null means the default, as OpenAI has it."""
@@ -812,8 +819,13 @@ class Api:
 
         @app.exception_handler(HTTPException)
         async def other(request, error):
-            return JSONResponse(Failure(error.status_code, str(error.detail)).body,
-                                error.status_code)
+            where = f"{request.method} {request.url.path}: {error.detail}"
+            return JSONResponse(Failure(error.status_code, where).body, error.status_code,
+                                error.headers)
+
+        @app.exception_handler(Exception)
+        async def fault(request, error):                     # uvicorn logs it
+            return JSONResponse(Failure(500, "internal error: the server's log has it").body, 500)
 
         @app.get("/health")
         async def health():
@@ -951,16 +963,20 @@ class Api:
         else:
             content = {"text": text}
         logprobs = None
-        if output.params.logprobs is not None:
-            logprobs = (self._chat_logprobs if chat else self._logprobs)(samples)
+        if output.params.logprobs is not None and chat:
+            logprobs = self._chat_logprobs(samples)
+        elif output.params.logprobs is not None:
+            logprobs = self._logprobs(samples, output.offset if streaming else 0)
+            output.offset += sum(map(len, logprobs["tokens"]))
         return {"index": output.index, **content, "logprobs": logprobs, "finish_reason": finish}
 
     def _token(self, token):
         return self.tokenizer.token_bytes(token).decode(errors="replace")
 
-    def _logprobs(self, samples):
-        lengths = itertools.accumulate((len(self._token(one.token)) for one in samples), initial=0)
-        return {"tokens": [self._token(one.token) for one in samples],
+    def _logprobs(self, samples, start):
+        tokens = [self._token(one.token) for one in samples]
+        lengths = itertools.accumulate(map(len, tokens), initial=start)
+        return {"tokens": tokens,
                 "token_logprobs": [one.logprob for one in samples],
                 "top_logprobs": [{self._token(t): p for t, p in one.top} for one in samples],
                 "text_offset": list(lengths)[:-1]}
@@ -986,23 +1002,9 @@ def parse(argv):
                     allow_abbrev=False)
     add = parser.add_argument
     add("--nproc", type=int, help="start this many ranks on this host (without torchrun)")
-    add("--model", default=Options.model, help="directory, hub id, or random:dim=512,layers=8,...")
-    add("--sp", type=int, help="sequence-parallel degree of base mode")
-    add("--tp", type=int, help="tensor-parallel degree of base mode; sp * tp = ranks")
-    add("--threshold", default="auto", help="shift mode up to N tokens in a step; auto: measure")
-    add("--mode", default="shift", help="shift; tp or sp pin one mode")
-    add("--link", default="auto", help="auto, nccl, shm or gloo")
-    add("--link-gbps", type=float, help="emulate a slower link: gigabits a second")
-    add("--link-us", type=float, help="emulate a slower link: microseconds a collective")
-    add("--kernels", default="auto", help="auto, c or torch (on CPUs)")
-    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    add("--max-model-len", type=int, help="longest prompt + output")
-    add("--max-step-tokens", type=int, default=Options.max_step_tokens, help="tokens in a step")
-    add("--max-seqs", type=int, default=Options.max_seqs, help="requests in a step")
-    add("--kv-blocks", type=int, help="blocks in the KV pool; default: by memory")
-    add("--block-size", type=int, default=Options.block_size, help="tokens in a KV block")
-    add("--explain", action="store_true", help="print a line for each step")
-    add("--check", action="store_true", help="check all invariants in each step (slow)")
+    for f in fields(Options):
+        kind = {"action": "store_true"} if f.type is bool else {"type": f.type}
+        add(f"--{f.name.replace('_', '-')}", default=f.default, help=f.metadata["help"], **kind)
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000)
     add("--grace", type=float, default=20, help="seconds to finish running requests on SIGTERM")
@@ -1022,6 +1024,7 @@ def bind(host, port):
         listener = socket.socket(family, *kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()              # of two that start at once both may bind, one may listen
         return listener
     except OSError as e:
         raise UserError(f"--host {host} --port {port}: {e.strerror}; choose another") from None
@@ -1036,9 +1039,12 @@ def serve(args, options):
         with control.together():
             listener = bind(args.host, args.port) if rank == 0 else None
         engine = Engine(**vars(options))
+
+        def stop(number, frame):       # once: finish what runs; twice: at once
+            engine.close(0 if engine.closing else args.grace)
         # Only rank 0 decides about the end; the others hear of it in the next message.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, signal.SIG_IGN if rank else stop)
         if rank == 0:
             finish = start_http(engine, args, listener, began)
         engine.run()
@@ -1056,7 +1062,7 @@ def serve(args, options):
 
 
 def start_http(engine, args, listener, began):
-    """Serve from a thread of its own, handle signals; returns the function that ends it."""
+    """Serve from a thread of its own; returns the function that ends it."""
     import uvicorn
     name = args.model.rstrip("/").removeprefix(str(Path(__file__).parent) + "/")
     api = Api(engine, name)
@@ -1071,11 +1077,6 @@ def start_http(engine, args, listener, began):
     thread.start()
     while thread.is_alive() and not server.started:
         time.sleep(0.01)
-
-    def stop(number, frame):           # once: finish what runs; twice: at once
-        engine.close(0 if engine.closing else args.grace)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
     host, port = listener.getsockname()[:2]
     print(f"nanoshift: {name}, {engine.link.size} ranks (sp {engine.layout.sp} x tp "
           f"{engine.layout.tp}), {engine.link.backend} link{engine.remark}, context "
@@ -1090,6 +1091,7 @@ def start_http(engine, args, listener, began):
 
 
 def main(argv=None):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)             # while starting, Ctrl-C just ends it
     first = os.environ.get("RANK", "0") == "0"
     try:
         args, options = parse(argv)

@@ -181,11 +181,10 @@ class Alone:
     def all_reduce(self, x):
         pass
 
+    broadcast = all_reduce
+
     def all_to_all(self, out, x, receive, send):
         out.copy_(x)
-
-    def broadcast(self, x):
-        pass
 
     def gather(self, value):
         return [value]
@@ -378,13 +377,14 @@ def connect():
     if "RANK" not in os.environ:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     else:
+        launcher = int(os.environ.get("LAUNCHER_PID", os.getppid()))
+        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
         dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     return dist.get_rank()
 
 
-def _end_with(parent):
-    while os.getppid() == parent:
+def _end_with(launcher):
+    while os.getppid() == launcher:
         time.sleep(0.5)
     os._exit(1)
 
@@ -399,7 +399,8 @@ def launch(function, ranks, *args):
     context = mp.get_context("fork" if sys.platform == "linux" else "spawn")
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, ranks))
     port = listener.getsockname()[1]
-    children = [context.Process(target=_child, args=(rank, ranks, port, function, args))
+    place = ranks, port, os.getpid()
+    children = [context.Process(target=_child, args=(rank, *place, function, args))
                 for rank in range(ranks)]
     for child in children:
         child.start()
@@ -425,13 +426,14 @@ def launch(function, ranks, *args):
             signal.signal(number, handler)
 
 
-def _child(rank, ranks, port, function, args):
+def _child(rank, ranks, port, launcher, function, args):
     os.setpgid(0, 0)                                 # Ctrl-C goes to the launcher, once
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
                       LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      TORCHELASTIC_USE_AGENT_STORE="True")         # the store is the launcher's
+                      TORCHELASTIC_USE_AGENT_STORE="True",         # the store is the launcher's
+                      LAUNCHER_PID=str(launcher))
     sys.exit(function(*args))
 
 

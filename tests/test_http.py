@@ -766,7 +766,7 @@ def test_logprobs_of_samples():
     tokenizer = RawTokens(Config())
     api = Api(SimpleNamespace(tokenizer=tokenizer), "name")
     samples = [Sample(17, -0.5, [(17, -0.5), (4, -1.5)]), Sample(4, -2.0, [(9, -0.1)])]
-    assert api._logprobs(samples) == {
+    assert api._logprobs(samples, 0) == {
         "tokens": ["17 ", "4 "], "token_logprobs": [-0.5, -2.0], "text_offset": [0, 3],
         "top_logprobs": [{"17 ": -0.5, "4 ": -1.5}, {"9 ": -0.1}]}
     first, second = api._chat_logprobs(samples)["content"]
