@@ -75,6 +75,12 @@ def read_bandwidth(repeats):
     return rates[best], best
 
 
+def run_limits(repeats, path):
+    torch.set_num_threads(cores())
+    Path(path).write_text(json.dumps([*read_bandwidth(repeats), matmul_rate(repeats)]))
+    return 0
+
+
 def matmul_rate(repeats):
     """Floating-point operations a second of a large matrix product, all cores."""
     a = torch.randn(2048, 2048)
@@ -98,7 +104,7 @@ def prompts_of(batch, length, vocab, seed):
     return torch.randint(0, vocab, (batch, length), generator=generator).tolist()
 
 
-def run_ours(model, rows, repeats, path, options):
+def run_ours(options, model, rows, repeats, path):
     """On each rank: every row of the table, several times; rank 0 leaves the times in a file."""
     engine = Engine(model=model, max_step_tokens=8192, **options)
     results = []
@@ -118,11 +124,17 @@ def run_ours(model, rows, repeats, path, options):
     return 0
 
 
-def ours(model, rows, repeats, ranks, **options):
+def measured(function, ranks, *args):
+    """What function(*args, path) left at path, run by ranks of their own: this process computes
+    nothing itself, since OpenMP's threads do not survive a fork."""
     with tempfile.NamedTemporaryFile() as file:
-        if launch(run_ours, ranks, model, rows, repeats, file.name, options):
-            raise UserError(f"the run on {ranks} ranks failed, see above")
+        if launch(function, ranks, *args, file.name):
+            raise UserError(f"{function.__name__} on {ranks} ranks failed, see above")
         return json.loads(Path(file.name).read_text())
+
+
+def ours(model, rows, repeats, ranks, **options):
+    return measured(run_ours, ranks, options, model, rows, repeats)
 
 
 def run_transformers(model, rows, repeats, path):
@@ -157,13 +169,6 @@ def run_transformers(model, rows, repeats, path):
     return 0
 
 
-def transformers_(model, rows, repeats):
-    with tempfile.NamedTemporaryFile() as file:
-        if launch(run_transformers, 1, model, rows, repeats, file.name):
-            raise UserError("the run of transformers failed, see above")
-        return json.loads(Path(file.name).read_text())
-
-
 # --------------------------------------------------------------------------------------------------
 # peers
 
@@ -172,9 +177,7 @@ def peers(args):
     """The table: a block for each workload, a line for each engine, and the ratios."""
     import importlib.util
     config = Config.random(args.model.removeprefix("random:"))
-    torch.set_num_threads(cores())
-    bandwidth, way = read_bandwidth(args.repeats)
-    rate = matmul_rate(args.repeats)
+    bandwidth, way, rate = measured(run_limits, 1, args.repeats)
     weights, flops = model_size(config)
     print(machine())
     print(f"limits: memory read at {bandwidth / 1e9:.1f} GB/s ({way}), matrix products at "
@@ -184,7 +187,7 @@ def peers(args):
         args.model, rows, args.repeats, ranks, mode=args.mode) for ranks in args.ranks}
     names = list(results)
     if importlib.util.find_spec("transformers"):
-        results["transformers"] = transformers_(args.model, rows, args.repeats)
+        results["transformers"] = measured(run_transformers, 1, args.model, rows, args.repeats)
     print("" if importlib.util.find_spec("vllm") else "vLLM is not importable here: not measured\n")
     for i, (batch, length, out) in enumerate(rows):
         print(f"batch {batch}, {length} tokens in, {out} out")
@@ -252,12 +255,9 @@ def run_prefill(model, repeats, path):
 
 def prefill(args):
     config = Config.random(args.model.removeprefix("random:"))
-    torch.set_num_threads(cores())
-    rate, (_, flops) = matmul_rate(args.repeats), model_size(config)
-    with tempfile.NamedTemporaryFile() as file:
-        if launch(run_prefill, 1, args.model, args.repeats, file.name):
-            raise UserError("the run failed, see above")
-        results = json.loads(Path(file.name).read_text())
+    _, _, rate = measured(run_limits, 1, args.repeats)
+    _, flops = model_size(config)
+    results = measured(run_prefill, 1, args.model, args.repeats)
     print(machine())
     print(f"limit: matrix products at {rate / 1e9:.0f} GFLOP/s")
     for name, (batch, length) in (("8 x 256", (8, 256)), ("1 x 2048", (1, 2048))):
@@ -293,20 +293,15 @@ def run_link(backend, shape, repeats, path):
 
 def link(args):
     print(machine())
-    with tempfile.NamedTemporaryFile() as file:
-        for ranks, shape, repeats in ((8, (8, 512), 50), (2, (8, 512), 200), (2, (4096, 512), 20)):
-            seconds = {}
-            for backend in ("gloo", "shm"):
-                if launch(run_link, ranks, backend, shape, repeats, file.name):
-                    raise UserError(f"the {backend} run failed, see above")
-                seconds[backend] = json.loads(Path(file.name).read_text())
-            x, y = torch.ones(shape), torch.empty(shape)
-            torch.set_num_threads(1)
-            copies = 3 * median(timed(lambda: y.copy_(x), 20))
-            gloo, shm = seconds["gloo"], seconds["shm"]
-            print(f"all_reduce {shape} float32, {ranks} ranks: gloo {gloo * 1e3:.3f} ms, shm "
-                  f"{shm * 1e3:.3f} ms, ratio {gloo / shm:.0f}; shm / copying it three times "
-                  f"{shm / copies:.2f}")
+    torch.set_num_threads(1)                                 # so nothing is lost in a fork
+    for ranks, shape, repeats in ((8, (8, 512), 50), (2, (8, 512), 200), (2, (4096, 512), 20)):
+        gloo, shm = (measured(run_link, ranks, backend, shape, repeats)
+                     for backend in ("gloo", "shm"))
+        x, y = torch.ones(shape), torch.empty(shape)
+        copies = 3 * median(timed(lambda: y.copy_(x), 20))
+        print(f"all_reduce {shape} float32, {ranks} ranks: gloo {gloo * 1e3:.3f} ms, shm "
+              f"{shm * 1e3:.3f} ms, ratio {gloo / shm:.0f}; shm / copying it three times "
+              f"{shm / copies:.2f}")
     tpot = {}
     for backend in ("gloo", "shm"):
         times = ours(Options.model, ((1, 16, 24),), 1, 8, mode="tp",

@@ -205,7 +205,7 @@ static int take_part(void) {
   return 1;
 }
 
-static void *work(void *unused) {
+static __attribute__((noreturn)) void *work(void *unused) {
   for (uint32_t seen = atomic_load(&pool.generation); ; seen = atomic_load(&pool.generation)) {
     while (take_part()) {}
     for (int i = 0; i < 4000 && atomic_load(&pool.generation) == seen; i++) pause_cpu();
@@ -213,7 +213,6 @@ static void *work(void *unused) {
     while (atomic_load(&pool.generation) == seen) futex_sleep(&pool.generation, seen);
     atomic_fetch_sub(&pool.sleepers, 1);
   }
-  return unused;
 }
 
 int set_threads(int threads) {                   // in the process that computes, so after any fork
@@ -370,7 +369,7 @@ static void attend(const Attention *a, int64_t request, int64_t head, int64_t fi
   const int64_t dim = a->dim, group = a->heads / a->kv_heads, begin = a->starts[request];
   const int64_t start = a->contexts[request] - (a->starts[request + 1] - begin);
   const int64_t end = start + last;              // position of query i: start + i
-  const int rows = (last - first) * group, padded = (rows + 3) / 4 * 4;
+  const int rows = (last - first) * group, padded = rows + (rows < 4 ? rows % 2 : -rows & 3);
   float q[ROWS][MAX_DIM], sum[ROWS][MAX_DIM], scores[ROWS][KEYS], top[ROWS], weight[ROWS];
   const float *k[KEYS], *v[KEYS];
 #define ROW(i) (((begin + first + (i) / group) * a->heads + head * group + (i) % group) * dim)
@@ -403,13 +402,14 @@ static void attend(const Attention *a, int64_t request, int64_t head, int64_t fi
       for (int64_t d = 0; d < dim; d += W) *(vec *)(sum[i] + d) *= fade;
       weight[i] = weight[i] * fade + sum_of(total), top[i] = high;
     }
-    for (int i = 0; i < padded; i += 4)
+    for (int i = 0; i < padded; i += 2)
       for (int64_t d = 0; d < dim; d += W) {
-        vec s[4];
-        for (int r = 0; r < 4; r++) s[r] = *(vec *)(sum[i + r] + d);
-        for (int j = 0; j < keys; j++)
-          for (int r = 0; r < 4; r++) s[r] += scores[i + r][j] * *(vec *)(v[j] + d);
-        for (int r = 0; r < 4; r++) *(vec *)(sum[i + r] + d) = s[r];
+        vec s0 = *(vec *)(sum[i] + d), s1 = *(vec *)(sum[i + 1] + d);
+        for (int j = 0; j < keys; j++) {
+          s0 += scores[i][j] * *(vec *)(v[j] + d);
+          s1 += scores[i + 1][j] * *(vec *)(v[j] + d);
+        }
+        *(vec *)(sum[i] + d) = s0, *(vec *)(sum[i + 1] + d) = s1;
       }
   }
   for (int i = 0; i < rows; i++)

@@ -125,19 +125,21 @@ class NativeKernels(TorchKernels):
         self.parts = self.c.set_threads(threads)
 
     def linear(self, x, w):
-        if len(x) > self.FEW or x.dtype != torch.float32:
+        if x.shape[0] > self.FEW or x.dtype != torch.float32:
             return x @ w.mT
         if w.dim() == 3:
+            if w.shape[0] == 1:
+                return self.linear(x, w[0])[None]
             return torch.stack([self.linear(x, part) for part in w])
-        y = x.new_empty(len(x), len(w))
+        y = x.new_empty(x.shape[0], w.shape[0])
         self.c.matmul(x.data_ptr(), w.data_ptr(), y.data_ptr(), *y.shape, x.shape[1], 1)
         return y
 
     def matmul(self, x, w):
-        if len(x) > self.FEW or x.dtype != torch.float32:
+        if x.shape[0] > self.FEW or x.dtype != torch.float32:
             return x @ w
-        y = x.new_empty(self.parts, len(x), w.shape[1])        # room for each part of the sum
-        self.c.matmul(x.data_ptr(), w.data_ptr(), y.data_ptr(), *y.shape[1:], len(w), 0)
+        y = x.new_empty(self.parts, x.shape[0], w.shape[1])    # room for each part of the sum
+        self.c.matmul(x.data_ptr(), w.data_ptr(), y.data_ptr(), *y.shape[1:], x.shape[1], 0)
         return y[0]
 
     def write_kv(self, kv, k, v, slot_mapping):

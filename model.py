@@ -391,9 +391,9 @@ class Llama:
         """Layers first ... last-1 on x (t, D), this rank's slice of the tokens; returns (t, D)."""
         c, ops, link, sp = self.config, self.kernels, self.link, mode.sp
         h, k, f, Dh, D = self.layout.h, self.layout.k, self.layout.f, c.head_dim, c.dim
-        C, T, t = (h + 2 * k) * Dh, len(batch.token_ids), len(x)
+        C, T, t = (h + 2 * k) * Dh, len(batch.token_ids), x.shape[0]
         slices = token_slices(T, sp)
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]             # (T, 1, Dh/2)
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]             # (T, 1, Dh)
         for w, kv in list(zip(self.weights[mode.name], self.kv))[first:last]:
             y = F.rms_norm(x, (D,), w.attention_norm, c.norm_eps)
             qkv = ops.linear(y, w.qkv.view(sp, C, D))   # (t, D) @ (sp, D, C) -> (sp, t, C)
@@ -458,7 +458,9 @@ class Llama:
 
 
 def rope_tables(config, length):
-    """cos and sin of every position, (length, 1, Dh/2) each, with the scaling of config.rope.
+    """cos and sin of every position, (length, 1, Dh) each, with the scaling of config.rope.
+
+    As `rotate` wants them: both halves of cos are alike, those of sin have opposite signs.
 
     "linear" stretches all wavelengths by `factor`; "llama3" (Llama 3.1) only those long against the
     original context, with a smooth passage between the two.
@@ -473,13 +475,13 @@ def rope_tables(config, length):
         keep = ((turns - low) / (high - low)).clamp(0, 1)     # 1: short wave, kept; 0: stretched
         frequency = frequency * (keep + (1 - keep) / rope["factor"])
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency
-    return angle.cos().float(), angle.sin().float()
+    cos, sin = angle.cos().float(), angle.sin().float()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def rotate(x, cos, sin):
     """Rotary embedding of x (T, heads, Dh), Hugging Face's pairing: column i with i + Dh/2."""
-    a, b = x.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,6 +11,11 @@ What it does not know: how a mode works (shift.py), what a layer computes (model
 
 In reading order: requests and blocks, scheduler, outputs, engine, HTTP, main.
 """
+import signal
+
+if __name__ == "__main__":             # while it starts, Ctrl-C just ends it, with no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import asyncio
 import hashlib
@@ -18,7 +23,6 @@ import itertools
 import json
 import math
 import os
-import signal
 import socket
 import sys
 import threading
@@ -1091,7 +1095,6 @@ def start_http(engine, args, listener, began):
 
 
 def main(argv=None):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)             # while starting, Ctrl-C just ends it
     first = os.environ.get("RANK", "0") == "0"
     try:
         args, options = parse(argv)

@@ -187,7 +187,7 @@ class Server:
     def complete(self, prompt, **fields):
         """A completion that must succeed: greedy, and of max_tokens exactly, unless told so."""
         status, answer = self.ask("/v1/completions", {
-            "prompt": prompt, "max_tokens": 5, "temperature": 0, "ignore_eos": True, **fields})
+            "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields})
         assert status == 200, answer
         return answer
 

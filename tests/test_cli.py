@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from serve import Options
+import serve
 from server import ROOT, Server, events, needs_proc, patience, wait_for
 
 pytestmark = needs_proc
@@ -37,13 +37,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 MISTAKES = {
     "misspelled option": ("--nproc 2 --thresold 16", "--thresold"),
-    "shortened option": ("--nproc 2 --thresh 16", "--thresh"),
-    "text for a number": ("--nproc two", "two"),
-    "no ranks": ("--nproc 0", "--nproc 0"),
     "unknown mode": ("--nproc 2 --mode fast", "--mode fast"),
     "unknown link": ("--nproc 2 --link carrier-pigeon", "--link carrier-pigeon"),
     "unknown dtype": ("--nproc 2 --dtype int3", "--dtype int3"),
-    "threshold": ("--nproc 2 --threshold many", "--threshold many"),
     "sp 3 of 2 ranks": ("--nproc 2 --sp 3", r"sp 3\b.* 2 ranks"),
     "heads that 3 ranks cannot share": ("--nproc 3", r"3 ranks .*8 heads.* 1, 2, 4, 8$"),
     "port in use": ("--nproc 2 --port {port}", "--port {port}.*in use"),
@@ -56,6 +52,17 @@ MISTAKES = {
                                 "--max-model-len 100 .*--kv-blocks"),
     "unknown key of random": ("--nproc 2 --model random:dim=64,colour=7", "colour=7"),
     "not in the cache": ("--nproc 2 --model some-org/some-model", "some-org/some-model"),
+}
+SLIPS = {
+    "shortened option": ("--thresh 16", "--thresh"),
+    "text for a number": ("--nproc two", "two"),
+    "text for a threshold": ("--threshold many", "--threshold many"),
+    "no ranks": ("--nproc 0", "--nproc 0"),
+    "no such port": ("--port 70000", "--port 70000"),
+    "no seats": ("--max-seqs 0", "--max-seqs 0"),
+    "no tokens": ("--max-step-tokens -1", "--max-step-tokens -1"),
+    "no value": ("--mode", "--mode"),
+    "a word too many": ("--explain yes", "yes"),
 }
 UNDER_TORCHRUN = ("misspelled option", "sp 3 of 2 ranks", "weights cut short")
 
@@ -76,15 +83,15 @@ def places(tmp_path_factory):
                "cache": root / "cache"}
 
 
-def fails(words, places, torchrun=None):
+def fails(words, places, torchrun=None, env=()):
     """Run this command line to its end; returns what it printed, its code, and how long its
     processes outlived its first word."""
     words = words.format(**places).split()
     if torchrun and "--nproc" in words:
         at = words.index("--nproc")
         del words[at:at + 2]
-    with Server(*words, torchrun=torchrun, port=None, env={**OFFLINE, "HF_HOME": places["cache"]}
-                ) as server:
+    env = {**OFFLINE, "HF_HOME": places["cache"], **dict(env)}
+    with Server(*words, torchrun=torchrun, port=None, env=env) as server:
         code = server.wait()
         server.gone(30)
         ended = time.monotonic()
@@ -116,12 +123,27 @@ def test_mistake(failures, places, name):
     assert failure.lingered < 5 * patience()
 
 
+@pytest.mark.parametrize("words, named", SLIPS.values(), ids=SLIPS)
+def test_slip(words, named, capsys, monkeypatch):
+    """Holds a command line that cannot be read to one line that names the value, and code 2, before
+    any process is started."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(serve, "launch", lambda *arguments: pytest.fail("it starts ranks"))
+    monkeypatch.setattr(serve, "serve", lambda *arguments: pytest.fail("it serves"))
+    assert serve.main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("serve.py: "), err
+    assert named in err
+
+
 @pytest.mark.parametrize("name", UNDER_TORCHRUN)
-def test_mistake_under_torchrun(places, name):
+def test_mistake_under_torchrun(places, name, tmp_path):
     """Holds a mistake under torchrun to one line of ours, before torchrun's own report of the exit,
-    and to an end within 5 s of it."""
+    and to an end within 5 s of it; also when rank 0, who says it, is the last to see it."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(1)\n")
     words, pattern = MISTAKES[name]
-    failure = fails(words, places, torchrun=2)
+    failure = fails(words, places, torchrun=2, env={"PYTHONPATH": tmp_path})
     texts = [line.text for line in failure.err]
     ours = [i for i, text in enumerate(texts) if text.startswith("serve.py: ")]
     report = [i for i, text in enumerate(texts) if "Traceback" in text or "exitcode" in text]
@@ -141,7 +163,7 @@ def test_help():
     text = server.text()
     assert server.err == []
     assert text.count("usage:") == 1
-    for option in fields(Options):
+    for option in fields(serve.Options):
         assert f"--{option.name.replace('_', '-')}" in text
 
 
@@ -194,11 +216,13 @@ class Stream:
 def quiet(server):
     """Assert that it printed what it serves, where, and nothing else."""
     assert server.err == [], server.text()
-    assert [line.text.split()[0] for line in server.out] == ["nanoshift:", "ready"], server.text()
+    said = [line.text.split()[0] for line in server.out]
+    assert said == ["nanoshift:", "switch:", "ready"], server.text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("arguments", [PAIR, FAST], ids=["2 ranks", "1 rank"])
+@pytest.mark.parametrize("arguments, number", [
+    (PAIR, signal.SIGTERM), (PAIR, signal.SIGINT), (FAST, signal.SIGTERM)],
+    ids=["2 ranks, SIGTERM", "2 ranks, SIGINT", "1 rank, SIGTERM"])
 def test_signal_when_idle(arguments, number):
     """Holds a server with nothing to do to end with code 0 and no word, with --nproc or not."""
     with Server(*arguments).ready() as server:
@@ -212,7 +236,7 @@ def test_signal_when_idle(arguments, number):
 def test_signal_while_streaming():
     """Holds SIGTERM to let a stream run to its end, refuse what comes after it, and then end."""
     with Server(*PAIR, "--grace", 60).ready() as server:
-        stream = Stream(server, 120)
+        stream = Stream(server, 1500)
         server.send_signal()
         time.sleep(0.2)
         status, reply = server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
@@ -341,7 +365,8 @@ def test_torchrun():
         assert stream.finish()[-1] == "[DONE]"
         server.wait(10)                 # torchrun's code, and its report on stderr, are its own
         server.gone(5)
-    assert [line.text.split()[0] for line in server.out] == ["nanoshift:", "ready"], server.text()
+    said = [line.text.split()[0] for line in server.out]
+    assert said == ["nanoshift:", "switch:", "ready"], server.text()
     assert 'serve.py", line' not in server.text()
 
 

@@ -219,7 +219,7 @@ def test_most_choices(server):
 def test_batch_of_prompts(client, server, answer):
     """Holds each prompt of a batch, texts or ids, to its answer alone, in order, n for each."""
     prompts = [PROMPT, "The cat", PROMPT]
-    reply = client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=5, temperature=0,
+    reply = client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=4, temperature=0,
                                       extra_body={"ignore_eos": True})
     alone = [text_of(server.complete(prompt)) for prompt in prompts]
     assert alone[0] == answer
@@ -277,7 +277,7 @@ def test_chat_logprobs(client):
 def test_seed(client, chat):
     """Holds a seed to one text whenever it is used, and different seeds to different texts."""
     def draw(seed):
-        return texts(create(client, chat, temperature=1.5, seed=seed), chat)[0]
+        return texts(create(client, chat, temperature=1.5, max_tokens=8, seed=seed), chat)[0]
     first = [draw(seed) for seed in (0, -7, 2 ** 63 - 1)]
     assert [draw(seed) for seed in (0, -7, 2 ** 63 - 1)] == first
     assert len(set(first)) > 1
