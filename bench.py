@@ -11,7 +11,6 @@ shared and noisy. Medians of --repeats runs.
 import argparse
 import ctypes
 import json
-import os
 import platform
 import subprocess
 import sys

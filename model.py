@@ -328,13 +328,11 @@ class Llama:
         rank = link.rank
         self.base, self.shift = modes
 
-        def put(tensor):               # (a tensor of our own, or a view of the file) -> the device
-            return torch.empty(tensor.shape, dtype=dtype, device=self.device).copy_(tensor)
-
-        def put_rows(w):               # a large table piece by piece: never whole in between
-            count = w.get_shape()[0] if hasattr(w, "get_shape") else len(w)
-            out = torch.empty(count, config.dim, dtype=dtype, device=self.device)
-            for i in range(0, count, 4096):
+        def put(w):
+            """A tensor, or a lazy slice of a file, piece by piece: never whole in between."""
+            shape = w.get_shape() if hasattr(w, "get_shape") else w.shape
+            out = torch.empty(shape, dtype=dtype, device=self.device)
+            for i in range(0, shape[0], 4096):
                 out[i:i + 4096] = w[i:i + 4096]
             return out
 
@@ -344,22 +342,22 @@ class Llama:
             qkv = lambda kind: put(shard_qkv(*(get(f"self_attn.{x}_proj.{kind}") for x in "qkv"),
                                              layout, rank, config.head_dim))
             return LayerWeights(
-                attention_norm=put(get("input_layernorm.weight")[:]), qkv=qkv("weight"),
+                attention_norm=put(get("input_layernorm.weight")), qkv=qkv("weight"),
                 o=put(shard_columns(get("self_attn.o_proj.weight"), layout, rank,
                                     layout.h * config.head_dim)),
-                mlp_norm=put(get("post_attention_layernorm.weight")[:]),
+                mlp_norm=put(get("post_attention_layernorm.weight")),
                 gate_up=put(shard_gate_up(get("mlp.gate_proj.weight"), get("mlp.up_proj.weight"),
                                           layout, rank)),
                 down=put(shard_columns(get("mlp.down_proj.weight"), layout, rank, layout.f)),
                 qkv_bias=qkv("bias") if config.qkv_bias else None,
-                q_norm=put(get("self_attn.q_norm.weight")[:]) if config.qk_norm else None,
-                k_norm=put(get("self_attn.k_norm.weight")[:]) if config.qk_norm else None)
+                q_norm=put(get("self_attn.q_norm.weight")) if config.qk_norm else None,
+                k_norm=put(get("self_attn.k_norm.weight")) if config.qk_norm else None)
 
         base = [load_layer(i) for i in range(config.layers)]
         shift = [layer.block(self.base.s, self.base.sp) for layer in base]
         self.weights = {"base": base, "shift": shift}
-        self.embedding = put_rows(source["model.embed_tokens.weight"])              # (V, D)
-        self.norm = put(source["model.norm.weight"][:])
+        self.embedding = put(source["model.embed_tokens.weight"])                   # (V, D)
+        self.norm = put(source["model.norm.weight"])
         self.head = (shard_vocab(self.embedding, layout.ranks, rank) if config.tied else
                      put(shard_vocab(source["lm_head.weight"], layout.ranks, rank)))
         self.cos, self.sin = (table.to(self.device) for table in rope_tables(config, max_len))

@@ -417,7 +417,6 @@ class Engine:
     TIMED = 64                         # tokens of a prompt in the calibration of the switch
 
     def __init__(self, ranks=None, **options):
-        self.started = time.perf_counter()
         self.options = Options(**options)
         if not dist.is_initialized():
             connect()
@@ -611,13 +610,9 @@ class Engine:
         pages = max(len(request.blocks) for request, _ in plan)
         tables = [request.blocks + [0] * (pages - len(request.blocks)) for request, _ in plan]
         contexts = [request.num_computed + count for request, count in plan]
-        whole, short = torch.int64, torch.int32
-        batch = Batch(token_ids=torch.tensor(token_ids, dtype=whole),
-                      positions=torch.tensor(positions, dtype=whole),
-                      slot_mapping=torch.tensor(slots, dtype=whole),
-                      block_tables=torch.tensor(tables, dtype=short),
-                      query_starts=torch.tensor(starts, dtype=short),
-                      context_lens=torch.tensor(contexts, dtype=short), rows=rows)
+        whole = (torch.tensor(values) for values in (token_ids, positions, slots))
+        short = (torch.tensor(values, dtype=torch.int32) for values in (tables, starts, contexts))
+        batch = Batch(*whole, *short, rows)
         return batch.to(self.link.device), sampling
 
     def _check(self):
@@ -1055,14 +1050,24 @@ def serve(args, options):
         if rank == 0:
             finish()
     except UserError as e:
-        if rank == 0:
-            print(f"serve.py: {e}", file=sys.stderr, flush=True)
-        return 2
+        return complain(e)
     except LostRank as e:
         print(f"serve.py: rank {rank}: {e}", file=sys.stderr, flush=True)
         return 1
     dist.destroy_process_group()
     return 0
+
+
+def complain(error):
+    """Say a user's mistake once, from rank 0; returns the exit code. The other ranks, which know it
+    too, meet rank 0 and leave after it: torchrun ends all as soon as one has left."""
+    if "RANK" in os.environ and not dist.is_initialized():
+        connect()
+    if os.environ.get("RANK", "0") == "0":
+        print(f"serve.py: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1)
+    return 2
 
 
 def start_http(engine, args, listener, began):
@@ -1095,13 +1100,10 @@ def start_http(engine, args, listener, began):
 
 
 def main(argv=None):
-    first = os.environ.get("RANK", "0") == "0"
     try:
         args, options = parse(argv)
     except UserError as e:
-        if first:
-            print(f"serve.py: {e}", file=sys.stderr, flush=True)
-        return 2
+        return complain(e)
     if args.nproc and "RANK" not in os.environ:
         return launch(serve, args.nproc, args, options)
     return serve(args, options)

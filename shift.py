@@ -416,12 +416,14 @@ def launch(function, ranks, *args):
                 child = waiting.pop(sentinel)
                 child.join()
                 code = code or child.exitcode
-        time.sleep(0.5 if code > 0 else 0)           # after an error the others end by themselves
+        patience = time.monotonic() + 3 * (code > 0)     # after an error the others end themselves
         for child in waiting.values():
+            child.join(max(0, patience - time.monotonic()))
             child.kill()
             child.join()
         return code if code >= 0 else 128 - code     # ended by a signal: as shells count it
     finally:
+        del store
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -610,10 +612,11 @@ def split_ranks(ranks, sp=None, tp=None):
     """(sp, tp) with sp * tp = ranks, from what the user fixed; all sequence-parallel by default."""
     if min(degree for degree in (ranks, sp, tp) if degree is not None) < 1:
         raise UserError(f"ranks {ranks}, sp {sp}, tp {tp}: each must be at least 1")
+    asked = " x ".join(f"{name} {n}" for name, n in (("sp", sp), ("tp", tp)) if n)
     sp, tp = sp or ranks // (tp or 1), tp or ranks // (sp or ranks)
     if sp * tp != ranks:
-        raise UserError(f"sp {sp} x tp {tp} is not {ranks} ranks: give one of the two, or a "
-                        f"product of {ranks}")
+        raise UserError(f"{asked} is not {ranks} ranks: give one that divides {ranks}, or two "
+                        f"whose product it is")
     return sp, tp
 
 

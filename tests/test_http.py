@@ -428,7 +428,7 @@ CHAT_CASES = {
     "list for content": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
                          "content"),
     "number for a message": ({"messages": [5]}, "messages"),
-    "max_completion_tokens 0": ({"max_completion_tokens": 0}, "max_tokens = 0"),
+    "max_completion_tokens 0": ({"max_completion_tokens": 0}, "tokens = 0"),
     "number for logprobs": ({"logprobs": 3}, "logprobs"),
     "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, "logprobs = 21"),
 }
@@ -676,7 +676,7 @@ def test_client_that_leaves_the_queue(small):
         return [line for line in small.steps()[begun:] if f": {tokens} prefill" in line.text]
     ask = lambda length, **fields: small.send(COMPLETIONS, {
         "prompt": [length] * length, "max_tokens": 3, "ignore_eos": True, **fields})
-    long = ask(21, max_tokens=POOL * PAGE - 21, n=20)
+    long = ask(21, max_tokens=POOL * PAGE - 21, n=100)
     try:
         wait_for(lambda: ran(21), 20, "the long one runs")
         leaves, stays = ask(37), ask(38)

@@ -4,19 +4,17 @@ import json
 import math
 import os
 import threading
-import time
 from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from common import (BLOCK_SIZE, LLAMA3_ROPE, MODELS, NoLink, deadline, factorizations, hf_config,
-                    links, load, oracle_logits, random_texts, requests, save, small_config, step,
-                    world, write_checkpoint)
+from common import (BLOCK_SIZE, MODELS, NoLink, factorizations, links, load, oracle_logits,
+                    random_texts, requests, save, small_config, step, world, write_checkpoint)
 from kernels import TorchKernels
 from model import (Checkpoint, Config, LayerWeights, Llama, RandomWeights, SamplingParams, sample,
                    shard_columns, shard_gate_up, shard_qkv, shard_vocab)
-from shift import Layout, Link, UserError, both_modes, connect, token_slices
+from shift import Layout, Link, UserError, both_modes, connect
 
 WEIGHTS = [f.name for f in fields(LayerWeights)]
 

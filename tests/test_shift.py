@@ -1,5 +1,4 @@
 """Who owns what, the collectives and their counts, the switch, and `python shift.py`."""
-import math
 import multiprocessing as mp
 import os
 import signal

@@ -100,5 +100,5 @@ def emulated_world(directory):
 
 
 def test_emulated_interconnect(tmp_path):
-    """Every collective takes at least latency + bytes/bandwidth, on either link; messages do not."""
+    """A collective takes at least latency + bytes/bandwidth, on either link; messages do not."""
     assert world(emulated_world, 2, tmp_path) == 0
