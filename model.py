@@ -87,14 +87,11 @@ class Config:
         values = {}
         for item in filter(None, spec.split(",")):
             name, _, value = item.partition("=")
-            if name not in known or not value.isdecimal():
-                raise UserError(f"--model random: cannot read {item!r}; use name=number with "
+            zero = name in ("seed", "head_dim") or known.get(name) is bool       # may it be 0?
+            if name not in known or not value.isdecimal() or not (zero or int(value)):
+                raise UserError(f"--model random: cannot take {item!r}; use name=number with "
                                 f"the names {', '.join(known)}")
             values[name] = known[name](int(value))
-        small = [name for name, value in values.items() if value < 1 and known[name] is int
-                 and name not in ("seed", "head_dim")]
-        if small:
-            raise UserError(f"--model random: {small[0]}={values[small[0]]} must be at least 1")
         return cls(**values, dtype="float32")
 
     @classmethod

@@ -41,7 +41,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kernels import NativeKernels, TorchKernels, why_not_native
 from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
                    Tokenizer, find_model, sample)
-from shift import (Count, Layout, Link, LostRank, Switch, UserError, both_modes, connect,
+from shift import (STOPS, Count, Layout, Link, LostRank, Switch, UserError, both_modes, connect,
                    cores, launch, split_ranks)
 
 # --------------------------------------------------------------------------------------------------
@@ -818,9 +818,8 @@ class Api:
 
         @app.exception_handler(HTTPException)
         async def other(request, error):
-            where = f"{request.method} {request.url.path}: {error.detail}"
-            return JSONResponse(Failure(error.status_code, where).body, error.status_code,
-                                error.headers)
+            body = Failure(error.status_code, f"{request.url.path}: {error.detail}").body
+            return JSONResponse(body, error.status_code, error.headers)
 
         @app.exception_handler(Exception)
         async def fault(request, error):                     # uvicorn logs it
@@ -1032,8 +1031,8 @@ def bind(host, port):
 def serve(args, options):
     """One rank's life, from joining the others to leaving; returns the exit code."""
     began = time.perf_counter()
-    rank = connect()
     try:
+        rank = connect()
         control = Link("gloo")
         with control.together():
             listener = bind(args.host, args.port) if rank == 0 else None
@@ -1042,7 +1041,7 @@ def serve(args, options):
         def stop(number, frame):       # once: finish what runs; twice: at once
             engine.close(0 if engine.closing else args.grace)
         # Only rank 0 decides about the end; the others hear of it in the next message.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPS:
             signal.signal(number, signal.SIG_IGN if rank else stop)
         if rank == 0:
             finish = start_http(engine, args, listener, began)
@@ -1052,7 +1051,7 @@ def serve(args, options):
     except UserError as e:
         return complain(e)
     except LostRank as e:
-        print(f"serve.py: rank {rank}: {e}", file=sys.stderr, flush=True)
+        print(f"serve.py: rank {os.environ.get('RANK')}: {e}", file=sys.stderr, flush=True)
         return 1
     dist.destroy_process_group()
     return 0

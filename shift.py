@@ -43,6 +43,9 @@ import torch.distributed as dist
 from kernels import SharedMemory
 
 
+STOPS = signal.SIGINT, signal.SIGTERM
+
+
 class UserError(ValueError):
     """A mistake that the user can mend: the message carries the value and the remedy, in a line."""
 
@@ -379,7 +382,10 @@ def connect():
     else:
         launcher = int(os.environ.get("LAUNCHER_PID", os.getppid()))
         threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
-        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
+        try:
+            dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
+        except RuntimeError as e:
+            raise LostRank(f"cannot meet the other ranks ({str(e).splitlines()[0]})") from e
     return dist.get_rank()
 
 
@@ -402,13 +408,15 @@ def launch(function, ranks, *args):
     place = ranks, port, os.getpid()
     children = [context.Process(target=_child, args=(rank, *place, function, args))
                 for rank in range(ranks)]
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)          # until there is a rank to pass them to
     for child in children:
         child.start()
     # Only now: the store has a thread, and a fork beside it can inherit a lock that stays shut.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False,
                           master_listen_fd=listener.detach())
     pass_on = lambda number, frame: children[0].is_alive() and os.kill(children[0].pid, number)
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in STOPS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     try:
         waiting, code = {child.sentinel: child for child in children}, 0
         while waiting and not code:
@@ -423,15 +431,15 @@ def launch(function, ranks, *args):
             child.join()
         return code if code >= 0 else 128 - code     # ended by a signal: as shells count it
     finally:
-        del store
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _child(rank, ranks, port, launcher, function, args):
     os.setpgid(0, 0)                                 # Ctrl-C goes to the launcher, once
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
                       LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                       TORCHELASTIC_USE_AGENT_STORE="True",         # the store is the launcher's
