@@ -2,7 +2,7 @@
 //
 //   1. collectives between the processes of one Linux host, through shared memory and a futex
 //   2. threads: the cores of one rank, for 3 and 4
-//   3. matrix products with few rows, at the speed of reading the weights
+//   3. matrix products, at the speed of the memory or of the arithmetic units, and small things
 //   4. the paged KV cache: write and attention, pages read in place
 //
 // It knows no models and no requests. Every function has a twin that defines it, in torch
@@ -19,7 +19,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { W = __BIGGEST_ALIGNMENT__ / 4 };          // floats in a vector register: 16 with AVX-512
@@ -103,43 +102,25 @@ static char *slot(Group *g, int rank) {          // of this piece
   return g->slots + ((g->piece & 1) * g->size + rank) * (HEAD + g->room) + HEAD;
 }
 
-typedef union { uint32_t i; float f; } Bits;
-static float from_bf16(uint16_t b) { return (Bits){.i = (uint32_t)b << 16}.f; }
-static uint16_t to_bf16(float f) {               // to nearest, ties to even
-  uint32_t i = (Bits){.f = f}.i;
-  return f == f ? (i + 0x7fff + ((i >> 16) & 1)) >> 16 : 0x7fc0;
-}
-
 // out[lo:hi] = that part of all slots, added in rank order: the same on every rank, every run.
-static void sum_slots(Group *g, int64_t lo, int64_t hi, char *out, int bf16) {
-  float sum[1024];
-  for (int64_t at = lo; at < hi; at += 1024) {
-    const int64_t n = min64(1024, hi - at);
-    memset(sum, 0, sizeof sum);
-    for (int r = 0; r < g->size; r++) {
-      const float *in = (float *)slot(g, r) + at;
-      const uint16_t *in16 = (uint16_t *)slot(g, r) + at;
-      if (bf16) for (int64_t i = 0; i < n; i++) sum[i] += from_bf16(in16[i]);
-      else for (int64_t i = 0; i < n; i++) sum[i] += in[i];
-    }
-    if (bf16) for (int64_t i = 0; i < n; i++) ((uint16_t *)out)[at + i] = to_bf16(sum[i]);
-    else memcpy((float *)out + at, sum, 4 * n);
-  }
+static void sum_slots(Group *g, int64_t lo, int64_t hi, float *out) {
+  for (int r = 0; r < g->size; r++)
+    for (int64_t i = lo; i < hi; i++) out[i] = (r ? out[i] : 0) + ((float *)slot(g, r))[i];
 }
 
-int all_reduce(Group *g, char *x, int64_t n, int bf16) {
-  const int64_t width = bf16 ? 2 : 4, most = g->room / width;
-  for (int64_t at = 0; at < n; at += most, g->piece++) {
+int all_reduce(Group *g, float *x, int64_t n) {
+  const int64_t most = g->room / 4;
+  for (int64_t at = 0; at < n; at += most, x += most, g->piece++) {
     const int64_t m = min64(most, n - at);
-    char *part = x + at * width;
-    memcpy(slot(g, g->rank), part, m * width);
+    float *shared = (float *)slot(g, 0);
+    memcpy(slot(g, g->rank), x, 4 * m);
     MEET(g);
     if (m * g->size <= 65536) {                  // small: everybody adds everything
-      sum_slots(g, 0, m, part, bf16);
+      sum_slots(g, 0, m, x);
     } else {                                     // large: everybody adds a share, into slot 0
-      sum_slots(g, m * g->rank / g->size, m * (g->rank + 1) / g->size, slot(g, 0), bf16);
+      sum_slots(g, m * g->rank / g->size, m * (g->rank + 1) / g->size, shared);
       MEET(g);
-      memcpy(part, slot(g, 0), m * width);
+      memcpy(x, shared, 4 * m);
     }
   }
   return 0;
@@ -215,11 +196,10 @@ static __attribute__((noreturn)) void *work(void *unused) {
   }
 }
 
-int set_threads(int threads) {                   // in the process that computes, so after any fork
+void set_threads(int threads) {                   // in the process that computes, so after any fork
   pool.next = pool.parts = threads > 1 ? 2 * threads : 1;
   for (pthread_t thread; pool.threads < threads; pool.threads++)
     if (pthread_create(&thread, 0, work, 0) == 0) pthread_detach(thread);
-  return pool.parts;
 }
 
 static void parallel(Job *job, const void *arguments) {
@@ -234,186 +214,200 @@ static void parallel(Job *job, const void *arguments) {
 }
 
 // ------------------------------------------------------------------------------------------------
-// 3. Products with few rows, y (m, n) = x (m, k) @ w: w is read once, as fast as memory gives it
+// 3. Products, y (m, n) = x (m, k) @ w (k, n), and what stands between them
+//
+// All rests on one tile: TALL rows x WIDE vectors of y stay in registers while k goes by. Few rows
+// read w once, as fast as memory gives it; many rows keep the arithmetic units busy.
 
-typedef struct { const float *x, *w; float *y; int64_t m, n, k; } Product;
+enum { TALL = 6, WIDE = W == 8 ? 2 : 4, DEEP = 512 };      // AVX2 has 16 registers, the others 32
 
-static inline float sum_of(vec a) {              // by halves
-  for (int half = W / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) a[i] += a[i + half];
-  return a[0];
+static inline __attribute__((always_inline)) void tile(const int M, const int V, const float *x,
+    int64_t x_row, const float *w, int64_t w_row, float *y, int64_t y_row, int64_t k, int add) {
+  vec sum[TALL][WIDE];
+  for (int a = 0; a < M; a++)
+    for (int b = 0; b < V; b++) sum[a][b] = add ? *(vec *)(y + a * y_row + b * W) : (vec){0};
+  for (int64_t q = 0; q < k; q++, w += w_row)
+    for (int b = 0; b < V; b++) {
+      const vec v = *(vec *)(w + b * W);
+      for (int a = 0; a < M; a++) sum[a][b] += x[a * x_row + q] * v;
+    }
+  for (int a = 0; a < M; a++)
+    for (int b = 0; b < V; b++) *(vec *)(y + a * y_row + b * W) = sum[a][b];
 }
 
-// Rows j ... j+J-1 of w (n, k), read once for M rows of x: dot products.
-static inline __attribute__((always_inline)) void dots(const int M, const int J, const Product *p,
-                                                       int64_t i, int64_t j) {
-  const int64_t n = p->n, k = p->k;
-  const float *x = p->x + i * k, *w = p->w + j * k;
-  vec a[8][4] = {0};
-  int64_t q = 0;
-  for (; q + W <= k; q += W)
-    for (int r = 0; r < M; r++) {
-      vec v = *(vec *)(x + r * k + q);
-      for (int b = 0; b < J; b++) a[r][b] += v * *(vec *)(w + b * k + q);
-    }
-  for (int r = 0; r < M; r++)
-    for (int b = 0; b < J; b++) {
-      float s = sum_of(a[r][b]);
-      for (int64_t rest = q; rest < k; rest++) s += x[r * k + rest] * w[b * k + rest];
-      p->y[(i + r) * n + j + b] = s;
-    }
-}
-
-static void rows_job(const void *arguments, int part, int parts) {
-  const Product *p = arguments;
-  const int64_t lo = p->n * part / parts, hi = p->n * (part + 1) / parts;
-  for (int64_t at = lo; at < hi; at += 32)       // rows of w that stay near for all of x
-    for (int64_t i = 0; i < p->m; i += 8) {
-      int64_t j = at, end = min64(at + 32, hi);
-#define CASE(M, J) case M:                              \
-    for (; j + J <= end; j += J) dots(M, J, p, i, j);   \
-    for (; j < end; j++) dots(M, 1, p, i, j);           \
-    break;
-      switch (min64(8, p->m - i)) {
-        CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE(5, 2) CASE(6, 2) CASE(7, 2) CASE(8, 2)
+// y = x @ w, or y += x @ w. Rows are x_row, w_row and y_row floats apart.
+static void product(const float *x, int64_t x_row, const float *w, int64_t w_row,
+                    float *y, int64_t y_row, int64_t m, int64_t n, int64_t k, int add) {
+  float packed[DEEP * WIDE * W];
+  const int pack = m >= 64;                      // many rows: copy a piece of w, to read it in line
+  const int64_t depth = pack ? DEEP : m <= 2 && n > 4096 ? 16 : k;           // far rows: sweep
+  for (int64_t at = 0, deep; at < k; at += deep)
+    for (int64_t j = 0, v; j < n; j += v) {
+      deep = min64(depth, k - at);
+      v = n - j >= WIDE * W ? WIDE * W : n - j >= W ? W : n - j;
+      const float *piece = w + at * w_row + j;
+      int64_t piece_row = w_row;
+      if (pack) {
+        for (int64_t q = 0; q < deep; q++) memcpy(packed + q * v, piece + q * w_row, 4 * v);
+        piece = packed, piece_row = v;
+      }
+      for (int64_t i = 0; i < m; i += TALL) {
+        const int rows = min64(TALL, m - i), more = add || at;
+        const float *xi = x + i * x_row + at;
+        float *yi = y + i * y_row + j;
+#define CASE(M, V) case M: tile(M, V, xi, x_row, piece, piece_row, yi, y_row, deep, more); break;
+#define CASES(V) \
+  switch (rows) { CASE(1, V) CASE(2, V) CASE(3, V) CASE(4, V) CASE(5, V) CASE(6, V) }
+        if (v == WIDE * W) CASES(WIDE)
+        else if (v == W) CASES(1)
+        else for (int a = 0; a < rows; a++)      // the last columns, fewer than a vector has
+          for (int64_t b = 0; b < v; b++) {
+            float s = more ? yi[a * y_row + b] : 0;
+            for (int64_t q = 0; q < deep; q++) s += xi[a * x_row + q] * piece[q * piece_row + b];
+            yi[a * y_row + b] = s;
+          }
       }
     }
 }
 
-// The other orientation, w (k, n): four rows of w at a time, each with its weight, are added to y.
-// Every part adds its own rows into its own (m, n), so that it reads w in one sweep.
-static void columns_job(const void *arguments, int part, int parts) {
+typedef struct { const float *x, *w; float *y; int64_t blocks, m, n, k; } Product;
+
+static void product_job(const void *arguments, int part, int parts) {      // some columns of y
   const Product *p = arguments;
-  const int64_t n = p->n, k = p->k, hi = k * (part + 1) / parts;
-  float *y = p->y + part * p->m * n;
-  memset(y, 0, 4 * p->m * n);
-  for (int64_t q = k * part / parts; q < hi; q += 4) {
-    const float *w[4];
-    for (int r = 0; r < 4; r++) w[r] = p->w + min64(q + r, hi - 1) * n;
-    for (int64_t i = 0; i < p->m; i++) {
-      float *yi = y + i * n, x[4];
-      for (int r = 0; r < 4; r++) x[r] = q + r < hi ? p->x[i * k + q + r] : 0;
-      for (int64_t j = 0; j < n; j++)
-        yi[j] += x[0] * w[0][j] + x[1] * w[1][j] + x[2] * w[2][j] + x[3] * w[3][j];
-    }
+  const int64_t n = p->n, vectors = (n + W - 1) / W, all = p->blocks * vectors;
+  for (int64_t at = all * part / parts, end = all * (part + 1) / parts, next; at < end; at = next) {
+    const int64_t block = at / vectors, first = at % vectors * W;
+    next = min64(end, (block + 1) * vectors);
+    const int64_t last = min64(n, (next - block * vectors) * W);
+    product(p->x, p->k, p->w + block * p->k * n + first, n, p->y + block * p->m * n + first, n,
+            p->m, last - first, p->k, 0);
   }
 }
 
-// w is (n, k) if `rows`, else (k, n); then y has room for m * n floats for each part of the sum.
-void matmul(const float *x, const float *w, float *y, int64_t m, int64_t n, int64_t k, int rows) {
-  parallel(rows ? rows_job : columns_job, &(Product){x, w, y, m, n, k});
-  for (int part = 1; part < pool.parts && !rows; part++)
-    for (int64_t i = 0; i < m * n; i++) y[i] += y[part * m * n + i];
+// x (m, k), w (b blocks, k, n) -> y (b, m, n)
+void matmul(const float *x, const float *w, float *y, int64_t b, int64_t m, int64_t n, int64_t k) {
+  parallel(product_job, &(Product){x, w, y, b, m, n, k});
 }
 
-// ------------------------------------------------------------------------------------------------
-// 4. The paged KV cache: (2, N, k, B, Dh) floats, [0] keys, [1] values
-
-void write_kv(float *kv, const float *key, const float *value, const int64_t *slots,
-              int64_t tokens, int64_t key_stride, int64_t value_stride, int64_t blocks,
-              int64_t heads, int64_t size, int64_t dim) {
-  for (int64_t t = 0; t < tokens; t++)
-    for (int64_t h = 0; h < heads && slots[t] >= 0; h++) {                 // < 0: padding
-      float *to = kv + ((slots[t] / size * heads + h) * size + slots[t] % size) * dim;
-      memcpy(to, key + t * key_stride + h * dim, 4 * dim);
-      memcpy(to + blocks * heads * size * dim, value + t * value_stride + h * dim, 4 * dim);
-    }
-}
-
-enum { KEYS = 64, ROWS = 64, MAX_DIM = 256 };    // of a tile: keys, rows (query x head), head size
-
-typedef struct {                                 // kernels.py has the same
-  const float *q, *kv;
-  float *out;
-  const int32_t *tables, *starts, *contexts;
-  int64_t requests, pages, heads, kv_heads, blocks, size, dim;
-  float scale;
-} Attention;
-
-static inline vec exp_of(vec x) {                // for x <= 0, to about 1e-7
-  for (int i = 0; i < W; i++) x[i] = x[i] < -87 ? -87 : x[i];
-  ivec n = __builtin_convertvector(x * 1.44269504f - 0.5f, ivec);          // to nearest
+static inline vec exp_of(vec x) {                // to about 1e-7, for |x| < 87; beyond as there
+  for (int i = 0; i < W; i++) x[i] = x[i] < -87 ? -87 : x[i] > 87 ? 87 : x[i];
+  ivec n = __builtin_convertvector(x * 1.44269504f + 128.5f, ivec) - 128;  // to nearest
   vec f = __builtin_convertvector(n, vec), r = x - f * 0.693359375f + f * 2.12194440e-4f;
   vec y = ((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r;
   y = ((y + 4.1665795894e-2f) * r + 1.6666665459e-1f) * r + 5.0000001201e-1f;
   return (y * r * r + r + 1) * (vec)((n + 127) << 23);                     // times 2^n
 }
 
-// scores[row][key] = q[row] . k[key], for all rows and keys of a tile
-static void scores_of(float q[][MAX_DIM], int rows, const float **k, int keys, int64_t dim,
-                      float scores[][KEYS]) {
-  if (rows < 4) {                                // few rows: along the head, as the pages lie
-    for (int j = 0; j < keys; j++)
-      for (int i = 0; i < rows; i++) {
-        vec s = {0};
-        for (int64_t d = 0; d < dim; d += W) s += *(vec *)(q[i] + d) * *(vec *)(k[j] + d);
-        scores[i][j] = sum_of(s);
+static void silu_mul_job(const void *arguments, int part, int parts) {     // some rows of y
+  const Product *p = arguments;
+  const int64_t n = p->n;
+  for (int64_t i = p->m * part / parts; i < p->m * (part + 1) / parts; i++)
+    for (int64_t block = 0; block < p->blocks; block++)
+      for (int64_t j = 0; j < n; j += W) {
+        const float *gate = p->x + (block * p->m + i) * 2 * n + j;
+        const int64_t bytes = 4 * min64(W, n - j);
+        vec g = {0}, up = {0};
+        memcpy(&g, gate, bytes);
+        memcpy(&up, gate + n, bytes);
+        g = g / (1 + exp_of(-g)) * up;
+        memcpy(p->y + (i * p->blocks + block) * n + j, &g, bytes);
       }
-    return;
-  }
-  float turned[MAX_DIM][KEYS];                   // many: along the keys, turned once for all rows
-  for (int64_t d = 0; d < dim; d++)
-    for (int j = 0; j < KEYS; j++) turned[d][j] = j < keys ? k[j][d] : 0;
-  for (int i = 0; i < rows; i += 4)
-    for (int j = 0; j < KEYS; j += W) {
-      vec s[4] = {0};
-      for (int64_t d = 0; d < dim; d++)
-        for (int r = 0; r < 4; r++) s[r] += q[i + r][d] * *(vec *)(turned[d] + j);
-      for (int r = 0; r < 4; r++) *(vec *)(scores[i + r] + j) = s[r];
+}
+
+// x (blocks, m, [gate n, up n]) -> silu(gate) * up, y (m, blocks * n)
+void silu_mul(const float *x, float *y, int64_t blocks, int64_t m, int64_t n) {
+  parallel(silu_mul_job, &(Product){x, 0, y, blocks, m, n, 0});
+}
+
+// ------------------------------------------------------------------------------------------------
+// 4. The paged KV cache: (2, N, k, B, Dh) floats, [0] keys, each page turned to (Dh, B); [1] values
+
+enum { KEYS = 64, ROWS = 60, MAX_DIM = 256 };    // of a tile: keys, rows (query x head), head size
+
+typedef struct {                                 // kernels.py has the same
+  const float *qkv, *cos, *sin;                  // (T, h + 2k, Dh), (T, Dh) twice
+  float *q, *kv, *out;                           // (T, h, Dh), the pool, (T, h, Dh)
+  const int64_t *slots;
+  const int32_t *tables, *starts, *contexts;
+  int64_t tokens, requests, pages, heads, kv_heads, blocks, size, dim;
+  float scale;
+} Attention;
+
+static float *page_of(const Attention *a, int64_t block, int64_t head, int value) {
+  return a->kv + ((value * a->blocks + block) * a->kv_heads + head) * a->size * a->dim;
+}
+
+// Rotate queries and keys by their positions; keys and values to their slots.
+static void rotate_job(const void *arguments, int part, int parts) {
+  const Attention *a = arguments;
+  const int64_t dim = a->dim, half = dim / 2, size = a->size, all = a->heads + 2 * a->kv_heads;
+  for (int64_t t = a->tokens * part / parts; t < a->tokens * (part + 1) / parts; t++)
+    for (int64_t head = 0; head < all; head++) {
+      const float *x = a->qkv + (t * all + head) * dim, *cos = a->cos + t * dim;
+      const float *sin = a->sin + t * dim;
+      const int64_t key = head - a->heads, slot = a->slots[t], offset = slot % size;
+      float y[MAX_DIM], *to = key < 0 ? a->q + (t * a->heads + head) * dim : y;
+      for (int64_t d = 0; d < half; d++) {
+        to[d] = x[d] * cos[d] + x[d + half] * sin[d];
+        to[d + half] = x[d + half] * cos[d + half] + x[d] * sin[d + half];
+      }
+      if (key < 0 || slot < 0) continue;         // slot < 0: padding
+      const int value = key >= a->kv_heads;
+      float *page = page_of(a, slot / size, key % a->kv_heads, value);
+      if (value) memcpy(page + offset * dim, x, 4 * dim);
+      else for (int64_t d = 0; d < dim; d++) page[d * size + offset] = y[d];
     }
 }
 
 // A tile: queries first ... last-1 of one request, all heads of one KV head. Softmax as the keys
 // come by ("online"): what was added up under an older maximum is scaled down to the new one.
 static void attend(const Attention *a, int64_t request, int64_t head, int64_t first, int64_t last) {
-  const int64_t dim = a->dim, group = a->heads / a->kv_heads, begin = a->starts[request];
-  const int64_t start = a->contexts[request] - (a->starts[request + 1] - begin);
-  const int64_t end = start + last;              // position of query i: start + i
-  const int rows = (last - first) * group, padded = rows + (rows < 4 ? rows % 2 : -rows & 3);
-  float q[ROWS][MAX_DIM], sum[ROWS][MAX_DIM], scores[ROWS][KEYS], top[ROWS], weight[ROWS];
-  const float *k[KEYS], *v[KEYS];
+  const int64_t dim = a->dim, size = a->size, group = a->heads / a->kv_heads;
+  const int64_t begin = a->starts[request];
+  const int32_t *table = a->tables + request * a->pages;
+  // query i of the request stands at position start + i
+  const int64_t start = a->contexts[request] - a->starts[request + 1] + begin, end = start + last;
+  const int rows = (last - first) * group;
+  float q[ROWS * MAX_DIM], sum[ROWS * MAX_DIM], scores[ROWS][KEYS], top[ROWS], weight[ROWS];
 #define ROW(i) (((begin + first + (i) / group) * a->heads + head * group + (i) % group) * dim)
-  for (int i = 0; i < padded; i++) {
-    for (int64_t d = 0; d < dim; d++) q[i][d] = i < rows ? a->q[ROW(i) + d] * a->scale : 0;
-    memset(sum[i], 0, 4 * dim);
+  for (int i = 0; i < rows; i++) {
+    for (int64_t d = 0; d < dim; d++) q[i * dim + d] = a->q[ROW(i) + d] * a->scale;
     top[i] = -1e30f, weight[i] = 0;
   }
-  for (int64_t at = 0; at < end; at += KEYS) {
-    const int keys = min64(KEYS, end - at);
-    for (int j = 0; j < keys; j++) {
-      int64_t block = a->tables[request * a->pages + (at + j) / a->size];
-      k[j] = a->kv + ((block * a->kv_heads + head) * a->size + (at + j) % a->size) * dim;
-      v[j] = k[j] + a->blocks * a->kv_heads * a->size * dim;
+  memset(sum, 0, 4 * rows * dim);
+  for (int64_t at = 0, stop; at < end; at = stop) {
+    stop = at + KEYS;
+    for (int64_t j = at, n; j < stop && j < end; j += n) {       // n keys lie together in a page
+      n = min64(size - j % size, stop - j);
+      const float *values = page_of(a, table[j / size], head, 1) + j % size * dim;
+      for (int64_t d = 0; d < n * dim; d += 16) __builtin_prefetch(values + d);
+      product(q, dim, page_of(a, table[j / size], head, 0) + j % size, size, scores[0] + (j - at),
+              KEYS, rows, n, dim, 0);
     }
-    scores_of(q, rows < 4 ? rows : padded, k, keys, dim, scores);
-    for (int i = 0; i < padded; i++) {
+    for (int i = 0; i < rows; i++) {
       float *s = scores[i], high = top[i];
-      int64_t sees = i < rows ? min64(start + first + i / group + 1 - at, keys) : 0;
+      int64_t sees = min64(start + first + i / group + 1 - at, KEYS);
       sees = sees < 0 ? 0 : sees;                // keys up to its own position
-      for (int j = 0; j < sees; j++) high = s[j] > high ? s[j] : high;
       for (int j = sees; j < KEYS; j++) s[j] = -1e30f;
+      for (int j = 0; j < KEYS; j++) high = s[j] > high ? s[j] : high;
       vec total = {0};
       for (int j = 0; j < KEYS; j += W) {
         *(vec *)(s + j) = exp_of(*(vec *)(s + j) - high);
-        for (int64_t r = sees > j ? sees : j; r < j + W; r++) s[r] = 0;
         total += *(vec *)(s + j);
       }
       const float fade = exp_of((vec){0} + (top[i] - high))[0];
-      for (int64_t d = 0; d < dim; d += W) *(vec *)(sum[i] + d) *= fade;
-      weight[i] = weight[i] * fade + sum_of(total), top[i] = high;
+      for (int64_t d = 0; d < dim; d++) sum[i * dim + d] *= fade;
+      weight[i] *= fade, top[i] = high;
+      for (int lane = 0; lane < W; lane++) weight[i] += total[lane];
     }
-    for (int i = 0; i < padded; i += 2)
-      for (int64_t d = 0; d < dim; d += W) {
-        vec s0 = *(vec *)(sum[i] + d), s1 = *(vec *)(sum[i + 1] + d);
-        for (int j = 0; j < keys; j++) {
-          s0 += scores[i][j] * *(vec *)(v[j] + d);
-          s1 += scores[i + 1][j] * *(vec *)(v[j] + d);
-        }
-        *(vec *)(sum[i] + d) = s0, *(vec *)(sum[i + 1] + d) = s1;
-      }
+    for (int64_t j = at, n; j < stop && j < end; j += n) {
+      n = min64(size - j % size, stop - j);
+      product(scores[0] + (j - at), KEYS, page_of(a, table[j / size], head, 1) + j % size * dim,
+              dim, sum, dim, rows, dim, min64(n, end - j), 1);
+    }
   }
   for (int i = 0; i < rows; i++)
-    for (int64_t d = 0; d < dim; d++) a->out[ROW(i) + d] = sum[i][d] / weight[i];
+    for (int64_t d = 0; d < dim; d++) a->out[ROW(i) + d] = sum[i * dim + d] / weight[i];
 }
 
 static void attention_job(const void *arguments, int part, int parts) {
@@ -425,4 +419,15 @@ static void attention_job(const void *arguments, int part, int parts) {
         if (task++ % parts == part) attend(a, r, head, first, min64(first + queries, n));
 }
 
-void paged_attention(const Attention *a) { parallel(attention_job, a); }
+// Returns 1; or 0, having done nothing, if a request has more queries than context, or pages for
+// less than its context, or if there are fewer tokens than queries.
+int attention(const Attention *a) {
+  for (int64_t r = 0; r < a->requests; r++) {
+    const int64_t n = a->starts[r + 1] - a->starts[r], context = a->contexts[r];
+    if (a->starts[r + 1] > a->tokens || n < 0) return 0;
+    if (n && (n > context || context > a->pages * a->size)) return 0;
+  }
+  parallel(rotate_job, a);
+  parallel(attention_job, a);
+  return 1;
+}

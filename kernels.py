@@ -30,27 +30,49 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 
 class TorchKernels:
     """The definition: every faster version must give what these functions give."""
 
     @staticmethod
-    def linear(x, w):
-        """x (t, k), w (n, k) -> x @ w.T (t, n); w (sp, n, k) -> (sp, t, n), destination-major."""
-        return x @ w.mT
+    def matmul(x, w):
+        """x (t, k), w (k, n) -> (t, n); w (sp, k, n) -> (sp, t, n), destination-major."""
+        return x @ w
 
     @staticmethod
-    def matmul(x, w):
-        """x (t, k), w (k, n) -> (t, n)."""
-        return x @ w
+    def silu_mul(gate_up):
+        """(sp, t, 2f), for each block [gate; up] -> silu(gate) * up (t, sp*f)."""
+        gate, up = gate_up.chunk(2, -1)
+        return (F.silu(gate) * up).transpose(0, 1).flatten(1)
+
+    @staticmethod
+    def rotate(x, cos, sin):
+        """Rotary embedding of x (T, heads, Dh), Hugging Face's pairing: column i with i + Dh/2.
+
+        cos and sin (T, 1, Dh) come from `rope_tables`, which has the signs in sin.
+        """
+        return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+    def attention(self, qkv, cos, sin, kv, slot_mapping, *batch):
+        """Rotate queries and keys, `write_kv`, `paged_attention`: qkv (T, h + 2k, Dh) -> (T, h, Dh).
+
+        cos, sin (T, 1, Dh); kv and `batch` as the two functions below have them.
+        """
+        k = kv.shape[2]
+        qk, v = qkv.split([qkv.shape[1] - k, k], 1)
+        q, key = self.rotate(qk, cos, sin).split([qk.shape[1] - k, k], 1)
+        self.write_kv(kv, key, v, slot_mapping)
+        return self.paged_attention(q, kv, *batch)
 
     @staticmethod
     def write_kv(kv, k, v, slot_mapping):
         """Write this step's keys and values to their slots, in place.
 
         kv            (2, N, k, B, Dh)   one layer's pool: [0] keys, [1] values. A page of one head
-                                         is contiguous, so that attention reads it in one sweep.
+                                         is contiguous, so that attention reads it in one sweep; a
+                                         page of keys is turned, (Dh, B), so that q @ page is too.
         k, v          (T, k, Dh)
         slot_mapping  (T,) int64         block * B + offset of a token; -1 is padding, not written
         """
@@ -61,8 +83,9 @@ class TorchKernels:
         real = slot_mapping >= 0
         slots = slot_mapping[real]
         block, offset = slots // block_size, slots % block_size
-        kv[0, block, :, offset] = k[real].to(kv.dtype)            # index (T, :, T) -> (T, k, Dh)
-        kv[1, block, :, offset] = v[real].to(kv.dtype)
+        keys, values = turned(kv[0]), kv[1]
+        keys[block, :, :, offset] = k[real].to(kv.dtype)          # index (T, :, :, T): (T, k, Dh)
+        values[block, :, offset] = v[real].to(kv.dtype)
 
     @staticmethod
     def paged_attention(q, kv, block_tables, query_starts, context_lens, scale):
@@ -100,8 +123,9 @@ class TorchKernels:
                 f"request {r}: {n} queries, context {context}, "
                 f"{block_tables.shape[1]} pages of {block_size}")
             pages = block_tables[r, :-(-context // block_size)].long()
-            keys, values = kv[:, pages].float().transpose(1, 2).reshape(   # (2, pages, k, B, Dh) ->
-                2, kv_heads, len(pages) * block_size, head_dim)[:, :, :context]   # (k, context, Dh)
+            keys = turned(kv[0])[pages].float().permute(1, 0, 3, 2)          # (k, pages, B, Dh)
+            values = kv[1, pages].float().transpose(0, 1)
+            keys, values = (x.flatten(1, 2)[:, :context] for x in (keys, values))
             queries = q[first:last].float().reshape(n, kv_heads, heads // kv_heads, head_dim)
             scores = torch.einsum("nkgd,kcd->kgnc", queries, keys) * scale
             position = torch.arange(context - n, context, device=q.device)        # of each query
@@ -112,65 +136,57 @@ class TorchKernels:
         return out
 
 
+def turned(keys):
+    """The pages of keys (N, k, B, Dh) as they are stored: (N, k, Dh, B), a view."""
+    return keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2])
+
+
 # --------------------------------------------------------------------------------------------------
 # The same in C
 
 
 class NativeKernels(TorchKernels):
-    """kernels.c, for float32 tensors on a CPU. What it was not built for, torch does."""
-    FEW = 16                           # rows up to which reading weights, not arithmetic, counts
+    """kernels.c, for float32 tensors on a CPU."""
+    MAX_DIM, ROWS = 256, 60            # kernels.c has the same
 
     def __init__(self, threads):
         self.c = native()
-        self.parts = self.c.set_threads(threads)
-
-    def linear(self, x, w):
-        if x.shape[0] > self.FEW or x.dtype != torch.float32:
-            return x @ w.mT
-        if w.dim() == 3:
-            if w.shape[0] == 1:
-                return self.linear(x, w[0])[None]
-            return torch.stack([self.linear(x, part) for part in w])
-        y = x.new_empty(x.shape[0], w.shape[0])
-        self.c.matmul(x.data_ptr(), w.data_ptr(), y.data_ptr(), *y.shape, x.shape[1], 1)
-        return y
+        self.c.set_threads(threads)
 
     def matmul(self, x, w):
-        if x.shape[0] > self.FEW or x.dtype != torch.float32:
-            return x @ w
-        y = x.new_empty(self.parts, x.shape[0], w.shape[1])    # room for each part of the sum
-        self.c.matmul(x.data_ptr(), w.data_ptr(), y.data_ptr(), *y.shape[1:], x.shape[1], 0)
-        return y[0]
+        assert x.dtype == w.dtype == torch.float32 and w.is_contiguous()
+        x, (*blocks, k, n) = x.contiguous(), w.shape
+        y = x.new_empty(*blocks, x.shape[0], n)
+        self.c.matmul(x.data_ptr(), w.data_ptr(), y.data_ptr(), *blocks or (1,), x.shape[0], n, k)
+        return y
 
-    def write_kv(self, kv, k, v, slot_mapping):
-        if kv.dtype != torch.float32:
-            return TorchKernels.write_kv(kv, k, v, slot_mapping)
-        _, blocks, heads, size, dim = kv.shape
-        assert k.shape == v.shape == (len(slot_mapping), heads, dim), (
-            f"k {tuple(k.shape)}, v {tuple(v.shape)} must be {(len(slot_mapping), heads, dim)}")
-        assert k.stride()[1:] == v.stride()[1:] == (dim, 1), "heads of a token must lie together"
-        self.c.write_kv(kv.data_ptr(), k.data_ptr(), v.data_ptr(), slot_mapping.data_ptr(), len(k),
-                        k.stride(0), v.stride(0), blocks, heads, size, dim)
+    def silu_mul(self, gate_up):
+        sp, t, columns = gate_up.shape
+        y = gate_up.new_empty(t, sp * columns // 2)
+        self.c.silu_mul(gate_up.data_ptr(), y.data_ptr(), sp, t, columns // 2)
+        return y
 
-    def paged_attention(self, q, kv, block_tables, query_starts, context_lens, scale):
-        tokens, heads, dim = q.shape
-        _, blocks, kv_heads, size, _ = kv.shape
-        if kv.dtype != torch.float32 or dim % 16 or dim > 256 or heads > 64 * kv_heads:
-            return TorchKernels.paged_attention(q, kv, block_tables, query_starts, context_lens,
-                                                scale)
-        q, out, tables = q.contiguous(), torch.zeros_like(q), block_tables.contiguous()
-        self.c.paged_attention(Attention(
-            q.data_ptr(), kv.data_ptr(), out.data_ptr(), tables.data_ptr(),
-            query_starts.data_ptr(), context_lens.data_ptr(), *block_tables.shape, heads, kv_heads,
-            blocks, size, dim, scale))
-        return out
+    def attention(self, qkv, cos, sin, kv, slot_mapping, *batch):
+        tokens, heads, dim = qkv.shape
+        _, blocks, k, size, _ = kv.shape
+        block_tables, query_starts, context_lens, scale = batch
+        heads -= 2 * k
+        fits = (kv.dtype == qkv.dtype == torch.float32 and dim == kv.shape[-1] <= self.MAX_DIM
+                and heads % k == 0 and heads <= self.ROWS * k)
+        q, out = qkv.new_empty(tokens, heads, dim), qkv.new_zeros(tokens, heads, dim)
+        pointers = (x.data_ptr() for x in (qkv.contiguous(), cos, sin, q, kv, out, slot_mapping,
+                                           block_tables, query_starts, context_lens))
+        if fits and self.c.attention(Attention(*pointers, tokens, *block_tables.shape, heads, k,
+                                               blocks, size, dim, scale)):
+            return out
+        return super().attention(qkv, cos, sin, kv, slot_mapping, *batch)   # odd sizes, or wrong ones
 
 
 class Attention(ctypes.Structure):     # kernels.c has the same
     _fields_ = [(name, ctypes.c_void_p) for name in
-                ("q", "kv", "out", "tables", "starts", "contexts")] + [
+                ("qkv", "cos", "sin", "q", "kv", "out", "slots", "tables", "starts", "contexts")] + [
                 (name, ctypes.c_int64) for name in
-                ("requests", "pages", "heads", "kv_heads", "blocks", "size", "dim")] + [
+                ("tokens", "requests", "pages", "heads", "kv_heads", "blocks", "size", "dim")] + [
                 ("scale", ctypes.c_float)]
 
 
@@ -205,8 +221,10 @@ class SharedMemory:
                                "a rank did not come in time")
 
     def all_reduce(self, x):
-        assert x.is_contiguous() and x.dtype in (torch.float32, torch.bfloat16), x.dtype
-        self._met(self.c.all_reduce(self.group, x.data_ptr(), x.numel(), x.dtype == torch.bfloat16))
+        sums = x.float().contiguous()                # x itself, or wider: rounded once, at the end
+        self._met(self.c.all_reduce(self.group, sums.data_ptr(), sums.numel()))
+        if sums is not x:
+            x.copy_(sums)
 
     def all_to_all(self, out, x, receive, send):
         """Rows, as torch.distributed.all_to_all_single has them."""
@@ -271,13 +289,13 @@ def native():
             ("group_bytes", whole, [ctypes.c_int, whole]),
             ("group_open", pointer, [pointer, ctypes.c_int, ctypes.c_int, whole, ctypes.c_int,
                                      ctypes.c_double]),
-            ("all_reduce", ctypes.c_int, [pointer, pointer, whole, ctypes.c_int]),
+            ("all_reduce", ctypes.c_int, [pointer, pointer, whole]),
             ("all_to_all", ctypes.c_int, [pointer] * 5),
             ("all_gather", ctypes.c_int, [pointer] * 4),
-            ("set_threads", ctypes.c_int, [ctypes.c_int]),
-            ("matmul", None, [pointer] * 3 + [whole] * 3 + [ctypes.c_int]),
-            ("write_kv", None, [pointer] * 4 + [whole] * 7),
-            ("paged_attention", None, [ctypes.POINTER(Attention)])):
+            ("set_threads", None, [ctypes.c_int]),
+            ("matmul", None, [pointer] * 3 + [whole] * 4),
+            ("silu_mul", None, [pointer] * 2 + [whole] * 3),
+            ("attention", ctypes.c_int, [ctypes.POINTER(Attention)])):
         function = getattr(c, name)
         function.restype, function.argtypes = result, arguments
     return c

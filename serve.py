@@ -390,12 +390,14 @@ def make_link(options, link):
         torch.cuda.set_device(local)
         return Link("nccl", link.world_ranks, f"cuda:{local}", emulate), TorchKernels(), ""
     threads = max(1, cores() // here)
-    torch.set_num_threads(threads)
     missing = next((reason for reason in link.gather(why_not_native()) if reason), None)
-    if missing and options.kernels == "c":
-        raise UserError(f"--kernels c cannot be had: {missing}; use --kernels auto")
-    plain = missing or options.kernels == "torch"
+    rounded = options.dtype not in ("auto", "float32") and f"--dtype {options.dtype}"
+    if options.kernels == "c" and (missing or rounded):
+        raise UserError(f"--kernels c cannot be had: {missing or rounded}; use --kernels auto")
+    plain = missing or rounded or options.kernels == "torch"
     kernels = TorchKernels() if plain else NativeKernels(threads)
+    # Two pools of threads would take the cores from each other: torch's works, or kernels.c's.
+    torch.set_num_threads(threads if plain else 1)
     remark = f" (torch kernels: {missing})" if missing else ""
     missing = "ranks on several hosts" if world > here else missing
     if missing and options.link == "shm":

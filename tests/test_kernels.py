@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import NativeKernels, TorchKernels, why_not_native
+from kernels import NativeKernels, TorchKernels, turned, why_not_native
 
 kernels = None                          # the version under test
 
@@ -18,6 +18,15 @@ def each_version(request):
     if why_not_native():
         pytest.skip(why_not_native())
     kernels = NativeKernels(int(request.param[3]))
+
+
+def paged_attention(q, kv, *batch):
+    """The version's `attention` where there is nothing to rotate and nothing to write."""
+    tokens, _, head_dim = q.shape
+    qkv = torch.cat([q, q.new_full((tokens, 2 * kv.shape[2], head_dim), torch.nan)], 1)
+    cos, sin = torch.ones(tokens, 1, head_dim), torch.zeros(tokens, 1, head_dim)
+    return kernels.attention(qkv, cos, sin, kv, torch.full((tokens,), -1), *batch)
+
 
 # (context, queries) of each request of a step. Blocks here are of 4 and 16, so 4, 8, 16 and 32 are
 # contexts that end exactly on a block boundary, 5, 17 and 33 begin a new one.
@@ -83,7 +92,7 @@ def attend(step, heads, kv_heads, head_dim, block_size, kv_dtype=torch.float32,
     q = torch.randn(int(starts[-1]) + padding, heads, head_dim,
                     generator=torch.Generator().manual_seed(1)).to(q_dtype)
     q[starts[-1]:] = torch.nan
-    got = kernels.paged_attention(q, kv, tables, starts, torch.tensor(contexts).int(), 0.3)
+    got = paged_attention(q, kv, tables, starts, torch.tensor(contexts).int(), 0.3)
     want = torch.zeros_like(q, dtype=torch.float32)
     for r, (first, last) in enumerate(zip(starts[:-1], starts[1:])):
         if last > first:
@@ -102,7 +111,8 @@ def test_write_kv_fills_the_named_slots_and_no_other(block_size, dtype):
         block, offset = divmod(slot, block_size)
         for which, page in enumerate(pages):
             for head in range(3):
-                want[which, block, head, offset] = page[block, offset, head].to(dtype)
+                pool = (turned(want[0]).mT, want[1])[which]        # (N, k, B, Dh), views
+                pool[block, head, offset] = page[block, offset, head].to(dtype)
     assert 0 < want.isnan().float().mean() < 1, "some slots must be stale for this to mean anything"
     torch.testing.assert_close(kv, want, rtol=0, atol=0, equal_nan=True)
 
@@ -166,9 +176,10 @@ def test_a_row_sees_nothing_after_its_own_position():
     contexts = torch.tensor([10]).int()
     kv, tables, _, _, _, _ = scene([10], 1, 12, 4)
     q = torch.randn(6, 2, 12, generator=torch.Generator().manual_seed(3))
-    run = lambda: kernels.paged_attention(q, kv, tables, torch.tensor([0, 6]).int(), contexts, 0.3)
+    run = lambda: paged_attention(q, kv, tables, torch.tensor([0, 6]).int(), contexts, 0.3)
     before = run()
-    kv[:, tables[0, 2], :, 1] = 9.0                         # position 9: page 2, offset 1
+    turned(kv[0])[tables[0, 2], :, :, 1] = 9.0              # position 9: page 2, offset 1
+    kv[1, tables[0, 2], :, 1] = 9.0
     changed = (run() != before).flatten(1).any(1)
     assert changed.tolist() == [False] * 5 + [True]
 
@@ -179,32 +190,65 @@ def test_impossible_shapes_are_caught():
     q, starts = torch.randn(3, 4, 12), torch.tensor([0, 3]).int()
     good = dict(q=q, kv=kv, block_tables=tables, query_starts=starts,
                 context_lens=torch.tensor([10]).int(), scale=0.3)
-    assert kernels.paged_attention(**good).shape == q.shape
+    assert paged_attention(*good.values()).shape == q.shape
     for bad, says in ((dict(context_lens=torch.tensor([2]).int()), "3 queries, context 2"),
                       (dict(context_lens=torch.tensor([99]).int()), "context 99"),
                       (dict(query_starts=torch.tensor([0, 4]).int()), "T=3"),
                       (dict(q=torch.randn(3, 3, 12)), "does not fit"),
-                      (dict(q=torch.randn(3, 4, 10)), "does not fit")):
+                      (dict(q=torch.randn(3, 4, 10)), "must be")):
         with pytest.raises(AssertionError, match=says):
-            kernels.paged_attention(**{**good, **bad})
+            paged_attention(*{**good, **bad}.values())
     with pytest.raises(AssertionError, match="must be"):
         kernels.write_kv(kv, torch.zeros(2, 2, 12), torch.zeros(3, 2, 12), slots[:3])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 40])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 13, 63, 64, 65, 200])
 def test_products(rows):
-    """linear and matmul are torch's products, for few and many rows, odd sizes, views, 0 rows."""
+    """matmul is torch's product: few and many rows, odd sizes, deep sums, views, none at all."""
     draw = torch.Generator().manual_seed(rows)
-    for n, k in ((1, 1), (7, 5), (33, 19), (64, 48), (101, 130)):
-        x, w = torch.randn(rows, k, generator=draw), torch.randn(n + 3, k, generator=draw)[3:]
-        torch.testing.assert_close(kernels.linear(x, w), x @ w.T, rtol=0, atol=1e-4)
-        torch.testing.assert_close(kernels.matmul(x, w.T.contiguous()), x @ w.T, rtol=0, atol=1e-4)
-        none = kernels.linear(x[:0], w), kernels.matmul(x[:0], w.T.contiguous())
-        assert none[0].shape == none[1].shape == (0, n)
-    w = torch.randn(3, 10, 24, generator=draw)               # (sp, n, k): destination-major
-    x = torch.randn(rows, 24, generator=draw)
-    torch.testing.assert_close(kernels.linear(x, w), x @ w.mT, rtol=0, atol=1e-4)
-    assert kernels.linear(x[:0], w).shape == (3, 0, 10)
+    for n, k in ((1, 1), (7, 5), (19, 33), (48, 64), (130, 101), (96, 1100)):
+        x, w = torch.randn(rows, 2 * k, generator=draw), torch.randn(3, k, n, generator=draw)
+        for a in (x[:, :k].contiguous(), x[:, k:]):
+            want = (a.double() @ w.double()).float()
+            for some in (1, slice(None), slice(2, None)):
+                torch.testing.assert_close(kernels.matmul(a, w[some]), want[some], rtol=1e-5,
+                                           atol=2e-4)
+
+
+@pytest.mark.parametrize("rows, width", [(0, 8), (1, 1), (3, 20), (5, 64), (40, 100)])
+def test_silu_mul(rows, width):
+    """silu_mul, written out; also where exp overflows."""
+    draw = torch.Generator().manual_seed(width)
+    for sp in (1, 3):
+        x = torch.randn(sp, rows, 2 * width, generator=draw) * 40
+        gate, up = x[..., :width], x[..., width:]
+        want = (gate * torch.sigmoid(gate) * up).transpose(0, 1).reshape(rows, sp * width)
+        torch.testing.assert_close(kernels.silu_mul(x), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("head_dim, block_size", [(2, 4), (12, 16), (64, 16), (128, 5)])
+def test_attention_rotates_and_writes(head_dim, block_size):
+    """A prompt of 37 tokens: its pairs turned as complex numbers, then as if dense; padding apart."""
+    draw, tokens, heads, k = torch.Generator().manual_seed(0), 37, 6, 2
+    qkv = torch.randn(tokens + 2, heads + 2 * k, head_dim, generator=draw)
+    angle = torch.randn(tokens + 2, 1, head_dim // 2, generator=draw)
+    cos, sin = angle.cos(), angle.sin()
+    table = torch.randperm(12, generator=draw)[:-(-tokens // block_size)]
+    place = torch.arange(tokens)
+    slots = table[place // block_size] * block_size + place % block_size
+    slots = torch.cat([slots, torch.tensor([-1, -1])])
+    kv = torch.full((2, 12, k, block_size, head_dim), torch.nan)
+    want_kv = kv.clone()
+    pairs = torch.complex(*qkv.unflatten(-1, (2, -1)).unbind(-2)) * torch.complex(cos, sin)
+    moved = torch.cat([pairs.real, pairs.imag], -1)
+    kernels.write_kv(want_kv, moved[:, heads:-k], qkv[:, -k:], slots)
+    got = kernels.attention(qkv, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), kv, slots,
+                            table[None].int(), torch.tensor([0, tokens]).int(),
+                            torch.tensor([tokens]).int(), 0.3)
+    torch.testing.assert_close(kv, want_kv, rtol=1e-5, atol=1e-6, equal_nan=True)
+    want = dense(moved[:tokens, :heads], moved[:tokens, heads:-k], qkv[:tokens, -k:], 0.3)
+    torch.testing.assert_close(got[:tokens], want, rtol=0, atol=2e-5)
+    assert got[tokens:].count_nonzero() == 0
 
 
 def test_long_contexts_and_wide_heads():

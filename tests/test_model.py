@@ -11,7 +11,7 @@ import torch
 
 from common import (BLOCK_SIZE, MODELS, NoLink, factorizations, links, load, oracle_logits,
                     random_texts, requests, save, small_config, step, world, write_checkpoint)
-from kernels import TorchKernels
+from kernels import TorchKernels, turned
 from model import (Checkpoint, Config, LayerWeights, Llama, RandomWeights, SamplingParams, sample,
                    shard_columns, shard_gate_up, shard_qkv, shard_vocab)
 from shift import Layout, Link, UserError, both_modes, connect
@@ -144,6 +144,12 @@ def invariance_world(texts):
                 assert made == {**expected, ("all_to_all", "logits"): 1 + (degree_sp > 1)}, mode
 
 
+def by_slot(kv):
+    """A pool (2, N, k, B, Dh), its pages of keys turned -> (N*B, 2*k*Dh)."""
+    keys, values = turned(kv[0]).permute(0, 3, 1, 2), kv[1].transpose(1, 2)       # (N, B, k, Dh)
+    return torch.stack([keys, values], 2).flatten(0, 1).flatten(1)
+
+
 def run_crossings(model, texts, plan):
     """One request per text, all advancing alike -> (last row's logits of each step, calls made)."""
     work, blocks = requests(texts, seed=3)
@@ -158,8 +164,8 @@ def run_crossings(model, texts, plan):
         logits.append(out)
         written = torch.zeros(blocks * BLOCK_SIZE, dtype=torch.bool)
         written[batch.slot_mapping] = True
-        for old, new in zip(pools, model.kv):              # (2, N, k, B, Dh) -> by slot
-            same = (old == new).permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1)
+        for old, new in zip(pools, model.kv):
+            same = by_slot(old) == by_slot(new)
             assert same[~written].all() and not same[written].all(1).any(), "a switch moves nothing"
     return (torch.cat(logits) if logits[0] is not None else None), log
 
@@ -267,9 +273,9 @@ def test_shards_together_are_the_whole(name):
         blocks = {}
         for rank in range(P):
             s, t = divmod(rank, tp)
-            qkv = shard_qkv(q, k, v, layout, rank, Dh).view(sp, h + 2 * n, Dh, D)
-            gate_up = shard_gate_up(gate, up, layout, rank).view(sp, 2, f, D)
-            parts = [shard_columns(w, layout, rank, width).view(sp, width, D)
+            qkv = shard_qkv(q, k, v, layout, rank, Dh).mT.reshape(sp, h + 2 * n, Dh, D)
+            gate_up = shard_gate_up(gate, up, layout, rank).mT.reshape(sp, 2, f, D)
+            parts = [shard_columns(w, layout, rank, width)
                      for w, width in ((o, h * Dh), (down, f))]
             for i in range(sp):
                 cell = (qkv[i], gate_up[i], parts[0][i], parts[1][i])
