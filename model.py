@@ -21,13 +21,11 @@ import json
 import math
 import mmap
 import re
-import sys
 import unicodedata
 from collections import namedtuple
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -79,12 +77,9 @@ class Config:
             raise UserError(f"head size {self.head_dim} (hidden size {self.dim}, {self.heads} "
                             f"heads) must be even, and at least 2")
         kind = self.rope["rope_type"]
-        if kind not in ROPES:
-            raise UserError(f"rope_type {kind!r} is not supported: use a model with default, "
-                            f"linear or llama3 scaling")
-        lacking = [key for key in ROPES[kind] if key not in self.rope]
-        if lacking:
-            raise UserError(f"rope_type {kind!r} needs {lacking[0]}, which the model does not give")
+        if kind not in ROPES or not self.rope.keys() >= set(ROPES[kind]):
+            raise UserError(f"rope {self.rope} is not supported; these rope_types are, with what "
+                            f"each needs: {ROPES}")
 
     @classmethod
     def random(cls, spec):
@@ -188,28 +183,26 @@ def find_model(name):
 # Weights: where they come from, and which slices a rank takes
 
 
-class Checkpoint:
-    """The tensors of a directory's safetensors files, mapped into memory: what is never indexed is
-    never read. Strict: a missing, extra or misshapen tensor is an error that names it."""
+class Checkpoint(dict):
+    """The tensors of a directory's safetensors files, by name, mapped into memory: what is never
+    used is never read. Strict: a missing, extra or misshapen tensor is an error that names it."""
 
     def __init__(self, directory, config):
         index = read_json(directory, "model.safetensors.index.json", default={})
-        self.tensors, mark = {}, hashlib.blake2b()
         for file in sorted(set(index.get("weight_map", {"": "model.safetensors"}).values())):
             path = Path(directory) / file
             try:
-                self.tensors |= load_file(path)
-                with path.open("rb") as f:                      # all names and shapes, some weights
-                    mark.update(f.read(int.from_bytes(f.read(8), "little") + 4096))
+                self.update(load_file(path))
             except FileNotFoundError:
                 raise UserError(f"{path} does not exist: the checkpoint is incomplete") from None
             except (SafetensorError, OSError) as e:
                 raise UserError(f"{path} is not a whole safetensors file ({e}): fetch it again")
-        self.fingerprint = mark.hexdigest()
+        look = [(name, w.dtype, w.flatten()[:8].tolist()) for name, w in sorted(self.items())]
+        self.fingerprint = hashlib.blake2b(repr(look).encode()).hexdigest()
         # a tied model may store its head again, and old files keep the rotary frequencies
         spare = ("rotary_emb.inv_freq", *["lm_head.weight"] * config.tied)
         wanted = config.tensors()
-        found = {name: tuple(w.shape) for name, w in self.tensors.items()
+        found = {name: tuple(w.shape) for name, w in self.items()
                  if name in wanted or not name.endswith(spare)}
         wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
         if wrong:
@@ -218,9 +211,6 @@ class Checkpoint:
                      "is not part of this model" if name not in wanted else
                      f"has shape {found[name]}, not {wanted[name]}")
             raise UserError(f"{directory}: tensor {name} {fault} ({len(wrong)} such faults)")
-
-    def __getitem__(self, name):
-        return self.tensors[name]
 
 
 class RandomWeights:
@@ -414,7 +404,7 @@ class Llama:
             return None
         starts = [T * s // mode.sp for s in range(mode.sp + 1)]
         owned = [[row - first for row in rows if first <= row < end]
-                 for first, end in pairwise(starts)]            # the rows of each slice
+                 for first, end in zip(starts, starts[1:])]     # the rows of each slice
         y = F.rms_norm(x[owned[mode.s]], (self.config.dim,), self.norm, self.config.norm_eps)
         if mode.sp > 1:                                 # a copy for each destination -> (n, D)
             y = self.link.all_to_all(y.repeat(mode.sp, 1), [len(y)] * mode.sp,
@@ -480,7 +470,7 @@ class SamplingParams:
 
     def __post_init__(self):
         for name, least, most in (
-                ("max_tokens", 1, math.inf), ("temperature", 0, sys.float_info.max),
+                ("max_tokens", 1, math.inf), ("temperature", 0, 1e308),
                 ("top_k", -1, 2 ** 63 - 1), ("top_p", 0, 1), ("min_p", 0, 1),
                 ("seed", 1 - 2 ** 64, 2 ** 64 - 1), ("logprobs", 0, 20)):
             value = getattr(self, name)
@@ -510,9 +500,9 @@ def sample(logits, params, positions):
     tokens = logits.argmax(-1)
     drawn = [i for i, p in enumerate(params) if p.temperature >= 1e-5]        # below: greedy
     if drawn:
-        columns = torch.tensor([(p.temperature, p.top_k if p.top_k > 0 else math.inf, p.top_p,
-                                 p.min_p, uniform(p.seed, place)) for p, place in (
-                                     (params[i], positions[i]) for i in drawn)], dtype=torch.float64)
+        rows = [(p.temperature, p.top_k if p.top_k > 0 else math.inf, p.top_p, p.min_p,
+                 uniform(p.seed, positions[i])) for i, p in ((i, params[i]) for i in drawn)]
+        columns = torch.tensor(rows, dtype=torch.float64)
         temperature, top_k, top_p, min_p, u = columns.to(logits.device).T[..., None]   # (n, 1) each
         logit, order = logits[drawn].double().sort(dim=-1, descending=True, stable=True)
         probs = ((logit - logit[:, :1]) / temperature).softmax(-1)
