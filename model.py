@@ -110,14 +110,13 @@ class Config:
                 raise UserError(f"{directory}: {key} = {str(hf[key])[:60]} is not supported, "
                                 f"only {plain}")
         # transformers 5 writes rope_parameters; before it, rope_theta and rope_scaling
-        rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10000.0),
-                                             **(hf.get("rope_scaling") or {})}
-        rope = {"rope_theta": 10000.0, **rope,
-                "rope_type": rope.get("rope_type", rope.get("type", "default"))}
-        generation = read_json(directory, "generation_config.json", default={})
-        eos = []
-        for ids in (hf.get("eos_token_id"), generation.get("eos_token_id")):
-            eos += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        rope = {"rope_theta": hf.get("rope_theta", 10000.0),
+                **(hf.get("rope_parameters") or hf.get("rope_scaling") or {})}
+        rope.setdefault("rope_type", rope.pop("type", "default"))            # "type" is older still
+        eos = set()
+        for file in (hf, read_json(directory, "generation_config.json", default={})):
+            ids = file.get("eos_token_id", [])
+            eos |= set(ids) if isinstance(ids, list) else {ids}
         try:
             return cls(
                 dim=hf["hidden_size"], layers=hf["num_hidden_layers"],
@@ -127,7 +126,7 @@ class Config:
                 vocab=hf["vocab_size"], max_len=hf.get("max_position_embeddings", 2048),
                 norm_eps=hf.get("rms_norm_eps", 1e-6), tied=hf.get("tie_word_embeddings", False),
                 rope=rope, dtype=hf.get("dtype") or hf.get("torch_dtype") or "float32",
-                eos=tuple(sorted(set(eos))), **FAMILIES[family])
+                eos=tuple(sorted(eos - {None})), **FAMILIES[family])
         except KeyError as e:
             raise UserError(f"{directory}/config.json: {e} is missing") from None
 
@@ -498,11 +497,11 @@ def sample(logits, params, positions):
     distribution, before temperature and cuts.
     """
     tokens = logits.argmax(-1)
-    drawn = [i for i, p in enumerate(params) if p.temperature >= 1e-5]        # below: greedy
-    if drawn:
-        rows = [(p.temperature, p.top_k if p.top_k > 0 else math.inf, p.top_p, p.min_p,
-                 uniform(p.seed, positions[i])) for i, p in ((i, params[i]) for i in drawn)]
-        columns = torch.tensor(rows, dtype=torch.float64)
+    rows = {i: (p.temperature, p.top_k if p.top_k > 0 else math.inf, p.top_p, p.min_p,
+                uniform(p.seed, positions[i]))
+            for i, p in enumerate(params) if p.temperature >= 1e-5}           # below: greedy
+    if rows:
+        drawn, columns = list(rows), torch.tensor(list(rows.values()), dtype=torch.float64)
         temperature, top_k, top_p, min_p, u = columns.to(logits.device).T[..., None]   # (n, 1) each
         logit, order = logits[drawn].double().sort(dim=-1, descending=True, stable=True)
         probs = ((logit - logit[:, :1]) / temperature).softmax(-1)

@@ -183,7 +183,6 @@ class TorchGroup:
     """
 
     def __init__(self, world_ranks, backend):
-        self.first = world_ranks[0]
         self.handle = dist.new_group(world_ranks, backend=backend, use_local_synchronization=True)
 
     def all_reduce(self, x):
@@ -193,7 +192,7 @@ class TorchGroup:
         dist.all_to_all_single(out, x, receive, send, group=self.handle)
 
     def broadcast(self, x):
-        dist.broadcast(x, self.first, group=self.handle)
+        dist.broadcast(x, group=self.handle, group_src=0)
 
     def gather(self, value):
         values = [None] * dist.get_world_size(self.handle)
