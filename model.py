@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import mmap
-import re
 import unicodedata
 from collections import namedtuple
 from dataclasses import dataclass, field, fields
@@ -167,13 +166,11 @@ def find_model(name):
     """The local directory of a model: the directory itself, or a hub id downloaded (or cached)."""
     if Path(name).is_dir():
         return str(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or ".." in name:
-        raise UserError(f"--model {name}: no such directory, and not a hub id like org/name")
     from huggingface_hub import snapshot_download
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"],
                                  ignore_patterns=["*/*"])
-    except Exception as e:               # no such repository, or a gated one; no network; disk full
+    except Exception as e:     # not a hub id, no such repository, or a gated one; no network; ...
         raise UserError(f"--model {name}: no such directory, and not to be had from the hub "
                         f"({' '.join((str(e) or repr(e)).split())})") from None
 

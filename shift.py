@@ -22,7 +22,6 @@ cache is valid in both modes, and block b is a contiguous slice of shard t, so t
 a switch moves nothing.
 """
 import argparse
-import datetime
 import json
 import os
 import signal
@@ -168,11 +167,26 @@ class Group:
     """Some ranks of a link, in the order in which splits and sums count them."""
     ranks: tuple
     index: int                         # this rank's place in `ranks`
-    carrier: object                    # TorchGroup or SharedMemory
+    carrier: object                    # TorchGroup, SharedMemory, or Alone
 
     @property
     def size(self):
         return len(self.ranks)
+
+
+class Alone:
+    """Collectives of a group of one: nothing to do. (A TorchGroup would count: see there.)"""
+
+    def all_reduce(self, x):
+        pass
+
+    broadcast = all_reduce
+
+    def all_to_all(self, out, x, receive, send):
+        out.copy_(x)
+
+    def gather(self, value):
+        return [value]
 
 
 class TorchGroup:
@@ -231,7 +245,7 @@ class Link:
         self.backend, self.device, self.emulate = backend, torch.device(device), emulate
         self.counts = defaultdict(Count)
         self._groups = {}
-        self._gloo = TorchGroup(self.world_ranks, "gloo")
+        self._gloo = TorchGroup(self.world_ranks, "gloo") if self.size > 1 else Alone()
         self.everyone = self.group(range(self.size))
         # Messages between the schedulers are for CPUs: shared memory if there is, else gloo.
         self._control = self.everyone.carrier if backend == "shm" else self._gloo
@@ -241,12 +255,12 @@ class Link:
         the link call it at the same point, each with the group it belongs to."""
         ranks = tuple(ranks)
         if ranks not in self._groups:
-            index = ranks.index(self.rank)
-            if self.backend == "shm":
+            index, carrier = ranks.index(self.rank), Alone()
+            if self.backend == "shm" and self.size > 1:
                 crowded = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > cores()
                 carrier = SharedMemory(ranks, index, self.gather, spins=0 if crowded else 2000,
                                        patience=1800)
-            else:
+            elif len(ranks) > 1:
                 carrier = TorchGroup([self.world_ranks[r] for r in ranks], self.backend)
             self._groups[ranks] = Group(ranks, index, carrier)
         return self._groups[ranks]
@@ -285,8 +299,7 @@ class Link:
         """
         assert x.is_contiguous() and x.shape[0] == sum(send), f"{tuple(x.shape)} is not {send} rows"
         out = x.new_empty(sum(receive), *x.shape[1:])
-        row = x[0].nbytes if len(x) else 0
-        with self._counted("all_to_all", what, (sum(send) - send[group.index]) * row):
+        with self._counted("all_to_all", what, x.nbytes - x[:send[group.index]].nbytes):
             group.carrier.all_to_all(out, x, list(receive), list(send))
         return out
 
@@ -359,7 +372,7 @@ def connect():
         launcher = int(os.environ.get("LAUNCHER_PID", os.getppid()))
         threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
         try:
-            dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
+            dist.init_process_group("gloo")                    # waits for at most 30 minutes
         except RuntimeError as e:
             raise LostRank(f"cannot meet the other ranks ({str(e).splitlines()[0]})") from e
     return dist.get_rank()
