@@ -56,7 +56,7 @@ class TorchKernels:
         return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
     def attention(self, qkv, cos, sin, kv, slot_mapping, *batch):
-        """Rotate queries and keys, `write_kv`, `paged_attention`: qkv (T, h + 2k, Dh) -> (T, h, Dh).
+        """Rotate queries and keys, write_kv, paged_attention: qkv (T, h + 2k, Dh) -> (T, h, Dh).
 
         cos, sin (T, 1, Dh); kv and `batch` as the two functions below have them.
         """
@@ -179,15 +179,16 @@ class NativeKernels(TorchKernels):
         if fits and self.c.attention(Attention(*pointers, tokens, *block_tables.shape, heads, k,
                                                blocks, size, dim, scale)):
             return out
-        return super().attention(qkv, cos, sin, kv, slot_mapping, *batch)   # odd sizes, or wrong ones
+        return super().attention(qkv, cos, sin, kv, slot_mapping, *batch)     # odd or wrong sizes
 
 
 class Attention(ctypes.Structure):     # kernels.c has the same
-    _fields_ = [(name, ctypes.c_void_p) for name in
-                ("qkv", "cos", "sin", "q", "kv", "out", "slots", "tables", "starts", "contexts")] + [
-                (name, ctypes.c_int64) for name in
-                ("tokens", "requests", "pages", "heads", "kv_heads", "blocks", "size", "dim")] + [
-                ("scale", ctypes.c_float)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "q", "kv", "out", "slots",
+                                               "tables", "starts", "contexts")),
+        *((name, ctypes.c_int64) for name in ("tokens", "requests", "pages", "heads", "kv_heads",
+                                              "blocks", "size", "dim")),
+        ("scale", ctypes.c_float)]
 
 
 class SharedMemory:

@@ -20,16 +20,19 @@ import hashlib
 import json
 import math
 import mmap
-import re
 import unicodedata
 from collections import namedtuple
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from shift import UserError, token_slices
 
@@ -73,12 +76,9 @@ class Config:
             raise UserError(f"head size {self.head_dim} (hidden size {self.dim}, {self.heads} "
                             f"heads) must be even, and at least 2")
         kind = self.rope["rope_type"]
-        if kind not in ROPES:
-            raise UserError(f"rope_type {kind!r} is not supported: use a model with default, "
-                            f"linear or llama3 scaling")
-        lacking = [key for key in ROPES[kind] if key not in self.rope]
-        if lacking:
-            raise UserError(f"rope_type {kind!r} needs {lacking[0]}, which the model does not give")
+        if kind not in ROPES or not self.rope.keys() >= set(ROPES[kind]):
+            raise UserError(f"rope {self.rope} is not supported; these rope_types are, with what "
+                            f"each needs: {ROPES}")
 
     @classmethod
     def random(cls, spec):
@@ -109,14 +109,13 @@ class Config:
                 raise UserError(f"{directory}: {key} = {str(hf[key])[:60]} is not supported, "
                                 f"only {plain}")
         # transformers 5 writes rope_parameters; before it, rope_theta and rope_scaling
-        rope = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta", 10000.0),
-                                             **(hf.get("rope_scaling") or {})}
-        rope = {"rope_theta": 10000.0, **rope,
-                "rope_type": rope.get("rope_type", rope.get("type", "default"))}
-        generation = read_json(directory, "generation_config.json", default={})
-        eos = []
-        for ids in (hf.get("eos_token_id"), generation.get("eos_token_id")):
-            eos += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        rope = {"rope_theta": hf.get("rope_theta", 10000.0),
+                **(hf.get("rope_parameters") or hf.get("rope_scaling") or {})}
+        rope.setdefault("rope_type", rope.pop("type", "default"))            # "type" is older still
+        eos = set()
+        for file in (hf, read_json(directory, "generation_config.json", default={})):
+            ids = file.get("eos_token_id", [])
+            eos |= set(ids) if isinstance(ids, list) else {ids}
         try:
             return cls(
                 dim=hf["hidden_size"], layers=hf["num_hidden_layers"],
@@ -126,7 +125,7 @@ class Config:
                 vocab=hf["vocab_size"], max_len=hf.get("max_position_embeddings", 2048),
                 norm_eps=hf.get("rms_norm_eps", 1e-6), tied=hf.get("tie_word_embeddings", False),
                 rope=rope, dtype=hf.get("dtype") or hf.get("torch_dtype") or "float32",
-                eos=tuple(sorted(set(eos))), **FAMILIES[family])
+                eos=tuple(sorted(eos - {None})), **FAMILIES[family])
         except KeyError as e:
             raise UserError(f"{directory}/config.json: {e} is missing") from None
 
@@ -167,61 +166,47 @@ def find_model(name):
     """The local directory of a model: the directory itself, or a hub id downloaded (or cached)."""
     if Path(name).is_dir():
         return str(name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or ".." in name:
-        raise UserError(f"--model {name}: no such directory, and not a hub id like org/name")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"],
                                  ignore_patterns=["*/*"])
-    except GatedRepoError:
-        raise UserError(f"--model {name}: a gated repository; accept its licence on the hub, then "
-                        f"set HF_TOKEN or run `hf auth login`") from None
-    except Exception as e:                           # no such repository, no network, disk full ...
+    except Exception as e:     # not a hub id, no such repository, or a gated one; no network; ...
         raise UserError(f"--model {name}: no such directory, and not to be had from the hub "
-                        f"({(str(e) or repr(e)).splitlines()[0]})") from None
+                        f"({' '.join((str(e) or repr(e)).split())})") from None
 
 
 # --------------------------------------------------------------------------------------------------
 # Weights: where they come from, and which slices a rank takes
 
 
-class Checkpoint:
-    """The tensors of a directory's safetensors files, read by slices. Strict: a missing, extra or
-    misshapen tensor is an error that names it."""
+class Checkpoint(dict):
+    """The tensors of a directory's safetensors files, by name, mapped into memory: what is never
+    used is never read. Strict: a missing, extra or misshapen tensor is an error that names it."""
 
     def __init__(self, directory, config):
         index = read_json(directory, "model.safetensors.index.json", default={})
-        files = sorted(set(index.get("weight_map", {"": "model.safetensors"}).values()))
-        self.where, self.handles, mark = {}, {}, hashlib.blake2b()
-        for file in files:
+        for file in sorted(set(index.get("weight_map", {"": "model.safetensors"}).values())):
             path = Path(directory) / file
             try:
-                self.handles[file] = safe_open(path, framework="pt")
-                with path.open("rb") as f:                      # all names and shapes, some weights
-                    mark.update(f.read(int.from_bytes(f.read(8), "little") + 4096))
+                self.update(load_file(path))
             except FileNotFoundError:
                 raise UserError(f"{path} does not exist: the checkpoint is incomplete") from None
             except (SafetensorError, OSError) as e:
                 raise UserError(f"{path} is not a whole safetensors file ({e}): fetch it again")
-            self.where |= dict.fromkeys(self.handles[file].keys(), file)
-        wanted, ignored = config.tensors(), {"lm_head.weight"} if config.tied else set()
-        missing = sorted(wanted.keys() - self.where.keys())
-        extra = sorted(name for name in self.where.keys() - wanted.keys() - ignored
-                       if not name.endswith("rotary_emb.inv_freq"))       # old files keep this
-        if missing or extra:
-            raise UserError(f"{directory}: tensor {(missing + extra)[0]} is "
-                            f"{'missing from the files' if missing else 'not part of this model'} "
-                            f"({len(missing)} missing, {len(extra)} extra)")
-        for name, shape in wanted.items():
-            found = tuple(self[name].get_shape())
-            if found != shape:
-                raise UserError(f"{directory}: tensor {name} has shape {found}, not {shape}")
-        self.fingerprint = mark.hexdigest()
-
-    def __getitem__(self, name):
-        """A lazy slice: indexing it reads just those rows or columns from the mapped file."""
-        return self.handles[self.where[name]].get_slice(name)
+        look = [(name, w.dtype, w.flatten()[:8].tolist()) for name, w in sorted(self.items())]
+        self.fingerprint = hashlib.blake2b(repr(look).encode()).hexdigest()
+        # a tied model may store its head again, and old files keep the rotary frequencies
+        spare = ("rotary_emb.inv_freq", *["lm_head.weight"] * config.tied)
+        wanted = config.tensors()
+        found = {name: tuple(w.shape) for name, w in self.items()
+                 if name in wanted or not name.endswith(spare)}
+        wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+        if wrong:
+            name = wrong[0]
+            fault = ("is missing from the files" if name not in found else
+                     "is not part of this model" if name not in wanted else
+                     f"has shape {found[name]}, not {wanted[name]}")
+            raise UserError(f"{directory}: tensor {name} {fault} ({len(wrong)} such faults)")
 
 
 class RandomWeights:
@@ -241,37 +226,33 @@ class RandomWeights:
         return draw * 0.1 + (not name.endswith("bias"))         # norms are near one
 
 
-# The shards, as pure functions of (whole tensors or lazy slices, layout, rank). All are over the sp
-# blocks of this rank's base shard, (sp, in, out): the shift-mode shard, one block, is a view of it.
+# The shards, as pure functions of (whole tensors, layout, rank). All are over the sp blocks of this
+# rank's base shard, (sp, in, out): the shift-mode shard, one block, is a contiguous view of it.
 
 
 def shard_qkv(q, k, v, layout, rank, head_dim):
     """q (H*Dh, D), k and v (K*Dh, D) -> (sp, D, C), columns [q; k; v]; or biases -> (sp, C)."""
-    rows = lambda heads: slice(heads[0] * head_dim, (heads[-1] + 1) * head_dim)
-    parts = []
-    for block in layout.shard(rank):
-        kv = rows(layout.kv_heads_of(block))
-        part = torch.cat([q[rows(layout.q_heads(block))], k[kv], v[kv]])
-        parts.append(part.T if part.dim() == 2 else part)
-    return torch.stack(parts)
+    parts = (q, layout.q_heads), (k, layout.kv_heads_of), (v, layout.kv_heads_of)
+    rows = torch.stack([torch.cat([w[heads(block).start * head_dim:heads(block).stop * head_dim]
+                                   for w, heads in parts]) for block in layout.shard(rank)])
+    return rows.mT if q.dim() == 2 else rows
 
 
 def shard_gate_up(gate, up, layout, rank):
     """gate and up (F, D) -> (sp, D, 2f), columns [gate; up]."""
-    columns = [slice(b * layout.f, (b + 1) * layout.f) for b in layout.shard(rank)]
-    return torch.stack([torch.cat([gate[c], up[c]]).T for c in columns])
+    columns = [slice(block * layout.f, (block + 1) * layout.f) for block in layout.shard(rank)]
+    return torch.stack([torch.cat([gate[c], up[c]]) for c in columns]).mT
 
 
 def shard_columns(w, layout, rank, width):
     """w (D, P*width), o_proj or down_proj -> (sp, width, D): the columns that each block feeds."""
     blocks = layout.shard(rank)
-    return w[:, blocks[0] * width:(blocks[-1] + 1) * width].T.unflatten(0, (-1, width))
+    return w[:, blocks.start * width:blocks.stop * width].T.unflatten(0, (-1, width))
 
 
 def shard_vocab(w, ranks, rank):
     """w (V, D) -> the rows [V*r//P, V*(r+1)//P): uneven shares are fine."""
-    vocab = w.get_shape()[0] if hasattr(w, "get_shape") else len(w)
-    return w[vocab * rank // ranks:vocab * (rank + 1) // ranks]
+    return w[len(w) * rank // ranks:len(w) * (rank + 1) // ranks]
 
 
 @dataclass
@@ -289,10 +270,8 @@ class LayerWeights:
 
     def block(self, s):
         """The same layer with block number s alone: views, no bytes of their own."""
-        one = slice(s, s + 1)
-        bias = None if self.qkv_bias is None else self.qkv_bias[one]
-        return replace(self, qkv=self.qkv[one], o=self.o[one], gate_up=self.gate_up[one],
-                       down=self.down[one], qkv_bias=bias)
+        return LayerWeights(**{name: w if w is None or name.endswith("norm") else w[s:s + 1]
+                               for name, w in vars(self).items()})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -311,18 +290,8 @@ class Batch:
     rows: list                         # the tokens whose logits are wanted, rising, 0 <= row < T
 
     def to(self, device):
-        return Batch(*(value.to(device) if isinstance(value, torch.Tensor) else value
-                       for value in (getattr(self, f.name) for f in fields(self))))
-
-
-def zeros(shape, dtype, device):
-    """A zeroed tensor; on a CPU it costs nothing until used, and lies in huge pages if it can."""
-    if device.type != "cpu" or not math.prod(shape):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):               # Linux; decoding reads 1.1 times as fast
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return Batch(**{name: value if name == "rows" else value.to(device)
+                        for name, value in vars(self).items()})
 
 
 class Llama:
@@ -331,33 +300,27 @@ class Llama:
     def __init__(self, config, source, layout, link, modes, max_len, dtype, kernels):
         self.config, self.layout, self.link, self.kernels = config, layout, link, kernels
         self.device, self.dtype = link.device, dtype
-        rank = link.rank
+        rank, Dh = link.rank, config.head_dim
         self.base, self.shift = modes
-
-        def put(w):
-            """A tensor, or a lazy slice of a file, piece by piece: never whole in between."""
-            shape = w.get_shape() if hasattr(w, "get_shape") else w.shape
-            out = zeros(shape, dtype, self.device)
-            for i in range(0, shape[0], 4096):
-                out[i:i + 4096] = w[i:i + 4096]
-            return out
+        put = lambda w: torch.empty(w.shape, dtype=dtype, device=self.device).copy_(w)
 
         def load_layer(i):
-            def get(name):
-                return source[f"model.layers.{i}.{name}"]
-            qkv = lambda kind: put(shard_qkv(*(get(f"self_attn.{x}_proj.{kind}") for x in "qkv"),
-                                             layout, rank, config.head_dim))
-            return LayerWeights(
-                attention_norm=put(get("input_layernorm.weight")), qkv=qkv("weight"),
-                o=put(shard_columns(get("self_attn.o_proj.weight"), layout, rank,
-                                    layout.h * config.head_dim)),
-                mlp_norm=put(get("post_attention_layernorm.weight")),
-                gate_up=put(shard_gate_up(get("mlp.gate_proj.weight"), get("mlp.up_proj.weight"),
-                                          layout, rank)),
-                down=put(shard_columns(get("mlp.down_proj.weight"), layout, rank, layout.f)),
-                qkv_bias=qkv("bias") if config.qkv_bias else None,
-                q_norm=put(get("self_attn.q_norm.weight")) if config.qk_norm else None,
-                k_norm=put(get("self_attn.k_norm.weight")) if config.qk_norm else None)
+            weight = lambda name: source[f"model.layers.{i}.{name}.weight"]
+            q, k, v, o = (weight(f"self_attn.{x}_proj") for x in "qkvo")
+            layer = LayerWeights(
+                attention_norm=put(weight("input_layernorm")),
+                qkv=put(shard_qkv(q, k, v, layout, rank, Dh)),
+                o=put(shard_columns(o, layout, rank, layout.h * Dh)),
+                mlp_norm=put(weight("post_attention_layernorm")),
+                gate_up=put(shard_gate_up(weight("mlp.gate_proj"), weight("mlp.up_proj"), layout,
+                                          rank)),
+                down=put(shard_columns(weight("mlp.down_proj"), layout, rank, layout.f)))
+            if config.qkv_bias:
+                biases = (source[f"model.layers.{i}.self_attn.{x}_proj.bias"] for x in "qkv")
+                layer.qkv_bias = put(shard_qkv(*biases, layout, rank, Dh))
+            if config.qk_norm:
+                layer.q_norm, layer.k_norm = (put(weight(f"self_attn.{x}_norm")) for x in "qk")
+            return layer
 
         base = [load_layer(i) for i in range(config.layers)]
         shift = [layer.block(self.base.s) for layer in base]
@@ -372,7 +335,12 @@ class Llama:
     def allocate_kv(self, blocks, block_size):
         """A zeroed pool (2, N, k, B, Dh) for each layer: this rank's KV heads, in both modes."""
         shape = (2, blocks, self.layout.k, block_size, self.config.head_dim)
-        self.kv = [zeros(shape, self.dtype, self.device) for _ in range(self.config.layers)]
+        zeros = lambda: torch.zeros(shape, dtype=self.dtype, device=self.device)
+        if self.device.type == "cpu":           # fresh pages are zero, and cost nothing until used
+            nbytes = math.prod(shape) * self.dtype.itemsize
+            zeros = lambda: torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE),
+                                             dtype=self.dtype).view(shape)
+        self.kv = [zeros() for _ in range(self.config.layers)]
 
     @torch.inference_mode()
     def forward(self, batch, mode):
@@ -429,29 +397,21 @@ class Llama:
         """
         if not rows:                                    # nobody samples: nobody calls anything
             return None
-        link, n = self.link, len(rows)
-        ends = torch.tensor(token_slices(T, mode.sp)).cumsum(0).tolist()
-        owned = [[row for row in rows if start <= row < end]
-                 for start, end in zip([0] + ends, ends)]                 # the rows of each slice
-        start = ends[mode.s] - len(x)
-        y = F.rms_norm(x[[row - start for row in owned[mode.s]]], (self.config.dim,), self.norm,
-                       self.config.norm_eps)
+        starts = [T * s // mode.sp for s in range(mode.sp + 1)]
+        owned = [[row - first for row in rows if first <= row < end]
+                 for first, end in zip(starts, starts[1:])]     # the rows of each slice
+        y = F.rms_norm(x[owned[mode.s]], (self.config.dim,), self.norm, self.config.norm_eps)
         if mode.sp > 1:                                 # a copy for each destination -> (n, D)
-            counts = [len(o) for o in owned]
-            y = link.all_to_all(y.repeat(mode.sp, 1), [len(y)] * mode.sp, counts, mode.sp_group,
-                                "logits")
-        part = self.kernels.matmul(y, self.head).flatten()             # (n, V/P), cut unevenly
-        P, V = link.size, self.config.vocab
-        if P == 1:
-            return part.view(n, V).float()
-        widths = [V * (r + 1) // P - V * r // P for r in range(P)]
-        part = link.all_to_all(part, [len(part)] + [0] * (P - 1),
-                               [n * width * (link.rank == 0) for width in widths], link.everyone,
-                               "logits")                # every slice to rank 0
-        if link.rank:
-            return None
-        parts = part.split([n * width for width in widths])
-        return torch.cat([p.view(n, width) for p, width in zip(parts, widths)], -1).float()
+            y = self.link.all_to_all(y.repeat(mode.sp, 1), [len(y)] * mode.sp,
+                                     [len(o) for o in owned], mode.sp_group, "logits")
+        logits = self.kernels.matmul(y, self.head)      # (n, V/P), cut unevenly
+        P, rank = self.link.size, self.link.rank
+        if P > 1:                                       # (V/P, n) to rank 0 -> (V, n) -> (n, V)
+            slices = token_slices(self.config.vocab, P)
+            logits = self.link.all_to_all(
+                logits.mT.contiguous(), [slices[rank]] + [0] * (P - 1),
+                [count * (rank == 0) for count in slices], self.link.everyone, "logits").mT
+        return None if rank else logits.float().contiguous()
 
 
 def rope_tables(config, length):
@@ -499,17 +459,15 @@ class SamplingParams:
     logprobs: int = None
 
     def __post_init__(self):
-        for name, ok, say in (
-                ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
-                ("temperature", 0 <= self.temperature < math.inf, "must be 0 or more, and finite"),
-                ("top_k", -1 <= self.top_k < 2 ** 63, "must be a count, or 0 or -1 for no limit"),
-                ("seed", abs(self.seed or 0) < 2 ** 64, "must fit into 64 bits"),
-                ("top_p", 0 <= self.top_p <= 1, "must be between 0 and 1"),
-                ("min_p", 0 <= self.min_p <= 1, "must be between 0 and 1"),
-                ("logprobs", 0 <= (self.logprobs or 0) <= 20, "must be between 0 and 20"),
-                ("stop", all(self.stop), "must not hold an empty text")):
-            if not ok:
-                raise UserError(f"{name} = {getattr(self, name)!r} {say}")
+        for name, least, most in (
+                ("max_tokens", 1, math.inf), ("temperature", 0, 1e308),
+                ("top_k", -1, 2 ** 63 - 1), ("top_p", 0, 1), ("min_p", 0, 1),
+                ("seed", 1 - 2 ** 64, 2 ** 64 - 1), ("logprobs", 0, 20)):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise UserError(f"{name} = {value!r} must be between {least} and {most}")
+        if not all(self.stop):
+            raise UserError(f"stop = {self.stop!r} must not hold an empty text")
 
 
 Sample = namedtuple("Sample", "token logprob top")     # top: [(token, logprob)], best first
@@ -530,24 +488,22 @@ def sample(logits, params, positions):
     distribution, before temperature and cuts.
     """
     tokens = logits.argmax(-1)
-    drawn = [i for i, p in enumerate(params) if p.temperature >= 1e-5]        # below: greedy
-    if drawn:
-        column = lambda values: torch.tensor(values, dtype=torch.float64,
-                                             device=logits.device)[:, None]
-        ps, vocab = [params[i] for i in drawn], logits.shape[-1]
-        scaled, order = logits[drawn].double().sort(dim=-1, descending=True, stable=True)
-        scaled = (scaled - scaled[:, :1]) / column([p.temperature for p in ps])
-        probs = scaled.softmax(-1)
-        place = torch.arange(vocab, device=logits.device)
-        probs = probs * (place < column([p.top_k if p.top_k > 0 else vocab for p in ps]))
+    rows = {i: (p.temperature, p.top_k if p.top_k > 0 else math.inf, p.top_p, p.min_p,
+                uniform(p.seed, positions[i]))
+            for i, p in enumerate(params) if p.temperature >= 1e-5}           # below: greedy
+    if rows:
+        drawn, columns = list(rows), torch.tensor(list(rows.values()), dtype=torch.float64)
+        temperature, top_k, top_p, min_p, u = columns.to(logits.device).T[..., None]   # (n, 1) each
+        logit, order = logits[drawn].double().sort(dim=-1, descending=True, stable=True)
+        probs = ((logit - logit[:, :1]) / temperature).softmax(-1)
+        place = torch.arange(logits.shape[-1], device=logits.device)
+        probs = probs * (place < top_k)
         probs = probs / probs.sum(-1, keepdim=True)
         before = probs.cumsum(-1) - probs
-        keep = (before < column([p.top_p for p in ps])) | (place == 0)
-        keep &= probs >= column([p.min_p for p in ps]) * probs[:, :1]
+        keep = ((before < top_p) | (place == 0)) & (probs >= min_p * probs[:, :1])
         mass = (probs * keep).cumsum(-1)
-        u = column([uniform(p.seed, positions[i]) for i, p in zip(drawn, ps)])
+        pick = torch.searchsorted(mass, u * mass[:, -1:], right=True)
         # never past the last kept token: u < 1, but u * mass may round up to the whole mass
-        pick = torch.searchsorted(mass, u * mass[:, -1:], right=True).clamp(max=vocab - 1)
         pick = torch.minimum(pick, keep.sum(-1, keepdim=True) - 1)
         tokens[drawn] = order.gather(-1, pick)[:, 0]
     samples = [Sample(token, None, None) for token in tokens.tolist()]
@@ -584,50 +540,43 @@ class Tokenizer:
         import tiktoken
         file = f"{directory}/tokenizer.json"
         spec = read_json(directory, "tokenizer.json")
-        extra = read_json(directory, "tokenizer_config.json", default={})
-        model, normalizer = spec["model"], spec.get("normalizer") or {}
+        names = read_json(directory, "tokenizer_config.json", default={})
+        model, normalizer = spec.get("model") or {}, spec.get("normalizer") or {}
         if model.get("type") != "BPE" or normalizer.get("type", "NFC") != "NFC":
             raise UserError(f"{file}: only byte-level BPE is supported (GPT-2, Llama 3, Qwen, "
                             f"SmolLM), not {model.get('type')} with normalizer "
                             f"{normalizer.get('type')}")
-        added = {token["content"]: token["id"] for token in spec.get("added_tokens", [])}
+        added, texts = {}, {}
         for token in spec.get("added_tokens", []):
             if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
                 raise UserError(f"{file}: added token {token['content']!r} takes more or less than "
                                 f"its own text (lstrip, rstrip, single_word): not supported")
+            added[token["content"]] = token["id"]
+            texts[token["id"]] = b"" if token.get("special") else token["content"].encode()
         letters = byte_letters()
         try:
             ranks = {bytes(letters[c] for c in token): i
                      for token, i in model["vocab"].items() if token not in added}
+            made = [model["vocab"]["".join(pair).replace(" ", "")]        # of "a b", or ["a", "b"]
+                    for pair in model["merges"]]
         except KeyError as e:
-            raise UserError(f"{file}: not byte-level BPE ({e} is no byte's letter)") from None
-        newest, seen = -1, set()                    # tiktoken merges by id, so ids must be in order
-        for merge in model["merges"]:
-            merged = merge.replace(" ", "") if isinstance(merge, str) else "".join(merge)
-            if merged not in seen and model["vocab"][merged] < newest:
-                raise UserError(f"{file}: the merge that makes {merged!r} is not in order of ids")
-            seen.add(merged)
-            newest = max(newest, model["vocab"][merged])
-        self.size = 1 + max([*ranks.values(), *added.values()])
+            raise UserError(f"{file}: not byte-level BPE ({e} is lacking, or no byte's letter)")
+        if list(dict.fromkeys(made)) != sorted(set(made)):                # tiktoken merges by id
+            raise UserError(f"{file}: its merges are not in the order of the ids they make")
+        self.bytes = {i: token for token, i in ranks.items()} | texts
+        self.size = 1 + max(self.bytes)
         for byte in range(256):                     # what the vocabulary lacks, encode drops; it
             # does not join what was on both sides of it, as transformers would
             ranks.setdefault(bytes([byte]), self.size + byte)
         self.encoding = tiktoken.Encoding("model", pat_str=split_pattern(spec, file),
                                           mergeable_ranks=ranks, special_tokens=added)
         self.nfc = bool(normalizer)
-        self.bytes = [b""] * self.size              # special tokens have no text
-        for token, i in ranks.items():
-            self.bytes[i:i + 1] = [token] if i < self.size else []
-        special = {token["id"] for token in spec.get("added_tokens", []) if token.get("special")}
-        for token, i in added.items():
-            self.bytes[i] = b"" if i in special else token.encode()
-        named = {name: token["content"] if isinstance(token, dict) else token for name, token in
-                 extra.items() if name in ("bos_token", "eos_token") and token}
-        self.bos_token, self.eos_token = named.get("bos_token", ""), named.get("eos_token", "")
-        self.eos = set(config.eos) | ({added[self.eos_token]} & set(added.values())
-                                      if self.eos_token in added else set())
+        named = [names.get(key) or "" for key in ("bos_token", "eos_token")]
+        self.bos_token, self.eos_token = (token["content"] if isinstance(token, dict) else token
+                                          for token in named)
+        self.eos = {*config.eos, added.get(self.eos_token)} - {None}
         self.bos = first_special(spec, added)       # put in front of a plain prompt, if at all
-        self.template = self._template(directory, extra)
+        self.template = chat_template(directory, names)
 
     def encode(self, text, bos=True):
         """Text -> ids. Special tokens written out in it count as themselves, as in transformers; a
@@ -641,75 +590,72 @@ class Tokenizer:
 
     def token_bytes(self, token):
         """What a token adds to the output; special tokens and padding rows add nothing."""
-        return self.bytes[token] if token < self.size else b""
+        return self.bytes.get(token, b"")
 
     def decoder(self):
         """Bytes in, text out, never half a character: `decode(bytes, final=False)`."""
         return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def _template(self, directory, extra):
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-        path, source = Path(directory) / "chat_template.jinja", extra.get("chat_template")
-        if path.is_file():
-            source = path.read_text(encoding="utf-8")
-        if isinstance(source, list):                # several, by name
-            source = {one["name"]: one["template"] for one in source}.get("default")
-        if not source:
-            return None
-
-        def refuse(message):
-            raise UserError(f"the chat template refuses these messages: {message}")
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                            extensions=["jinja2.ext.loopcontrols"])
-        env.globals.update(raise_exception=refuse,
-                           strftime_now=lambda pattern: datetime.now().strftime(pattern))
-        env.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False,
-                                                                    **options)
-        try:
-            return env.from_string(source)
-        except TemplateError as e:
-            raise UserError(f"{directory}: the chat template cannot be read: {e}") from None
-
     def chat(self, messages):
         """Messages (role, content) -> the ids of the prompt, by the model's own template."""
         if self.template is None:
             raise UserError("this model has no chat template: use /v1/completions")
-        from jinja2 import TemplateError
         try:
             text = self.template.render(messages=messages, add_generation_prompt=True, tools=None,
                                         bos_token=self.bos_token, eos_token=self.eos_token)
-        except (TemplateError, TypeError) as e:
+        except Exception as e:                      # a template is a program: any may be raised
             raise UserError(f"the chat template refuses these messages: {e}") from None
         return self.encode(text, bos=False)         # the template writes the beginning-of-text
 
 
+def chat_template(directory, names):
+    """The model's chat template, compiled, or None: a file of its own, else in tokenizer_config."""
+    path, source = Path(directory) / "chat_template.jinja", names.get("chat_template")
+    if path.is_file():
+        source = path.read_text(encoding="utf-8")
+    if isinstance(source, list):                    # several, by name
+        source = {one["name"]: one["template"] for one in source}.get("default")
+    if not source:
+        return None
+
+    def refuse(message):
+        raise TemplateError(message)
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                        extensions=["jinja2.ext.loopcontrols"])
+    env.globals.update(raise_exception=refuse,
+                       strftime_now=lambda pattern: datetime.now().strftime(pattern))
+    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    try:
+        return env.from_string(source)
+    except TemplateError as e:
+        raise UserError(f"{directory}: the chat template cannot be read: {e}") from None
+
+
 def split_pattern(spec, file):
     """The regular expression that cuts text into words before BPE, from the pre_tokenizer."""
-    steps = spec.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
-    kinds, first, last = [step.get("type") for step in steps], steps[0], steps[-1]
-    own = last.get("use_regex", True)               # does ByteLevel cut too, as GPT-2 does?
-    if kinds[-1] == "ByteLevel" and not last.get("add_prefix_space"):
-        if kinds == ["ByteLevel"] and own:
+    first = spec.get("pre_tokenizer") or {}
+    steps = [{"use_regex": True, **step} for step in first.get("pretokenizers", [first])]
+    match steps:
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             return GPT2_SPLIT
-        if kinds == ["Digits", "ByteLevel"] and own and first["individual_digits"]:
+        case [{"type": "Digits", "individual_digits": True},
+              {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             return DIGITS_SPLIT
-        if (kinds == ["Split", "ByteLevel"] and not own and "Regex" in first["pattern"]
-                and first["behavior"] == "Isolated" and not first.get("invert")):
-            return first["pattern"]["Regex"]        # Llama 3, Qwen
-    raise UserError(f"{file}: this kind of pre_tokenizer, {kinds}, is not supported (those of "
-                    f"GPT-2, Llama 3, Qwen and SmolLM are)")
+        case [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
+               "invert": False},
+              {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]:
+            return pattern                          # Llama 3, Qwen
+    raise UserError(f"{file}: this kind of pre_tokenizer, {[step.get('type') for step in steps]}, "
+                    f"is not supported (those of GPT-2, Llama 3, Qwen and SmolLM are)")
 
 
 def first_special(spec, added):
     """The id that the post_processor puts in front of every text, or None."""
-    post = spec.get("post_processor") or {}
-    for step in post.get("processors", [post]):
-        first = (step.get("single") or [{}])[0] if step.get("type") == "TemplateProcessing" else {}
-        if "SpecialToken" in first:
-            return added[first["SpecialToken"]["id"]]
-    return None
+    first = spec.get("post_processor") or {}
+    for step in first.get("processors", [first]):
+        match step:
+            case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": token}}, *_]}:
+                return added[token]
 
 
 class RawTokens:

@@ -22,11 +22,7 @@ cache is valid in both modes, and block b is a contiguous slice of shard t, so t
 a switch moves nothing.
 """
 import argparse
-import datetime
 import json
-import math
-import multiprocessing as mp
-import multiprocessing.connection
 import os
 import signal
 import socket
@@ -35,7 +31,8 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing import connection, get_context
 
 import torch
 import torch.distributed as dist
@@ -74,16 +71,13 @@ class Layout:
     def __post_init__(self):
         if min(self.sp, self.tp, self.heads, self.kv_heads, self.ffn) < 1:
             raise UserError(f"{self}: every size must be at least 1")
-        fits = [p for p in range(1, self.heads + 1) if self._fits(p)]
+        fits = [p for p in range(1, self.heads + 1) if self.heads % p == self.ffn % p == 0
+                and (self.kv_heads % p == 0 or p % self.kv_heads == 0)]
         if self.ranks not in fits:
             raise UserError(
                 f"{self.ranks} ranks (sp {self.sp} x tp {self.tp}) cannot share {self.heads} "
                 f"heads, {self.kv_heads} KV heads and MLP width {self.ffn} equally; "
                 f"these rank counts can: {', '.join(map(str, fits))}")
-
-    def _fits(self, p):
-        shared = self.kv_heads % p == 0 or p % self.kv_heads == 0
-        return self.heads % p == 0 and self.ffn % p == 0 and shared
 
     @property
     def ranks(self):
@@ -100,6 +94,11 @@ class Layout:
     @property
     def f(self):                       # MLP columns of one block
         return self.ffn // self.ranks
+
+    @property
+    def shift(self):
+        """Shift mode is the base mode of this layout: tensor-parallel over all P ranks."""
+        return replace(self, sp=1, tp=self.ranks)
 
     def coordinates(self, rank):
         return divmod(rank, self.tp)                                       # (s, t)
@@ -154,12 +153,9 @@ class Mode:
 
 def both_modes(layout, link):
     """(base, shift) for this rank. Every rank of the link must call this, at the same point."""
-    s, _ = layout.coordinates(link.rank)
-    alone = link.group([link.rank])
-    base = Mode("base", layout.sp, layout.tp, s,
-                link.group(layout.sp_ranks(link.rank)), link.group(layout.tp_ranks(link.rank)))
-    shift = Mode("shift", 1, layout.ranks, 0, alone, link.group(range(layout.ranks)))
-    return base, shift
+    return [Mode(name, way.sp, way.tp, way.coordinates(link.rank)[0],
+                 link.group(way.sp_ranks(link.rank)), link.group(way.tp_ranks(link.rank)))
+            for name, way in (("base", layout), ("shift", layout.shift))]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -179,7 +175,7 @@ class Group:
 
 
 class Alone:
-    """Collectives of a group of one: nothing to do."""
+    """Collectives of a group of one: nothing to do. (A TorchGroup would count: see there.)"""
 
     def all_reduce(self, x):
         pass
@@ -201,7 +197,6 @@ class TorchGroup:
     """
 
     def __init__(self, world_ranks, backend):
-        self.first = world_ranks[0]
         self.handle = dist.new_group(world_ranks, backend=backend, use_local_synchronization=True)
 
     def all_reduce(self, x):
@@ -211,7 +206,7 @@ class TorchGroup:
         dist.all_to_all_single(out, x, receive, send, group=self.handle)
 
     def broadcast(self, x):
-        dist.broadcast(x, self.first, group=self.handle)
+        dist.broadcast(x, group=self.handle, group_src=0)
 
     def gather(self, value):
         values = [None] * dist.get_world_size(self.handle)
@@ -304,8 +299,7 @@ class Link:
         """
         assert x.is_contiguous() and x.shape[0] == sum(send), f"{tuple(x.shape)} is not {send} rows"
         out = x.new_empty(sum(receive), *x.shape[1:])
-        row = x[0].nbytes if len(x) else 0
-        with self._counted("all_to_all", what, (sum(send) - send[group.index]) * row):
+        with self._counted("all_to_all", what, x.nbytes - x[:send[group.index]].nbytes):
             group.carrier.all_to_all(out, x, list(receive), list(send))
         return out
 
@@ -315,20 +309,15 @@ class Link:
         One broadcast of a fixed buffer, the length in front; a second one only if it does not fit.
         Rank 0 too gets what JSON makes of it, so that all ranks act on the very same thing.
         """
-        if self.rank == 0:
-            data = json.dumps(message).encode()
-            packet = bytearray(len(data).to_bytes(self.HEADER, "little") + data)
-            packet, rest = packet[:self.PACKET].ljust(self.PACKET, b"\0"), packet[self.PACKET:]
-            length = len(data)
-            self._broadcast(packet)
-        else:
-            packet = bytearray(self.PACKET)
-            self._broadcast(packet)
-            length = int.from_bytes(packet[:self.HEADER], "little")
-            rest = bytearray(max(0, self.HEADER + length - self.PACKET))
-        if rest:
+        text = json.dumps(message).encode() if self.rank == 0 else b""
+        sent = bytearray(len(text).to_bytes(self.HEADER, "little") + text).ljust(self.PACKET)
+        packet, rest = sent[:self.PACKET], sent[self.PACKET:]
+        self._broadcast(packet)
+        length = int.from_bytes(packet[:self.HEADER], "little")
+        if self.HEADER + length > self.PACKET:
+            rest = rest or bytearray(self.HEADER + length - self.PACKET)
             self._broadcast(rest)
-        return json.loads((packet + rest)[self.HEADER:self.HEADER + length])
+        return json.loads((packet + rest)[self.HEADER:])          # spaces at the end do no harm
 
     def _broadcast(self, buffer):
         sent = len(buffer) * (self.rank == 0 and self.size > 1)
@@ -359,9 +348,9 @@ class Link:
         told = self.gather(None if error is None else str(error) or repr(error))
         if error is not None:
             raise error
-        if any(told):
-            rank = next(r for r, text in enumerate(told) if text)
-            raise UserError(f"rank {rank}: {told[rank]}")
+        for rank, text in enumerate(told):
+            if text:
+                raise UserError(f"rank {rank}: {text}")
 
 
 def cores():
@@ -383,7 +372,7 @@ def connect():
         launcher = int(os.environ.get("LAUNCHER_PID", os.getppid()))
         threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
         try:
-            dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
+            dist.init_process_group("gloo")                    # waits for at most 30 minutes
         except RuntimeError as e:
             raise LostRank(f"cannot meet the other ranks ({str(e).splitlines()[0]})") from e
     return dist.get_rank()
@@ -402,7 +391,7 @@ def launch(function, ranks, *args):
     are forked, so that torch is imported once and not once per rank: eight ranks start in a second.
     The signals SIGINT and SIGTERM are passed on to rank 0, which decides what they mean.
     """
-    context = mp.get_context("fork" if sys.platform == "linux" else "spawn")
+    context = get_context("fork" if sys.platform == "linux" else "spawn")
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, ranks))
     port = listener.getsockname()[1]
     place = ranks, port, os.getpid()
@@ -420,7 +409,7 @@ def launch(function, ranks, *args):
     try:
         waiting, code = {child.sentinel: child for child in children}, 0
         while waiting and not code:
-            for sentinel in mp.connection.wait(list(waiting)):
+            for sentinel in connection.wait(list(waiting)):
                 child = waiting.pop(sentinel)
                 child.join()
                 code = code or child.exitcode
@@ -465,14 +454,11 @@ class Switch:
         return "shift" if self.shift[tokens] else "base"
 
     def __str__(self):
-        runs, start = [], 1
-        for tokens in range(1, len(self.shift) + 1):
-            if tokens == len(self.shift) or self.shift[tokens] != self.shift[start]:
-                above = tokens == len(self.shift)
-                where = f"from {start} up" if above else f"up to {tokens - 1} tokens"
-                runs.append(f"{self(start)} {'always' if above and start == 1 else where}")
-                start = tokens
-        return ", ".join(runs)
+        most = len(self.shift) - 1
+        ends = [tokens for tokens in range(1, most) if self.shift[tokens] != self.shift[tokens + 1]]
+        runs = [f"{self(tokens)} up to {tokens} tokens" for tokens in ends]
+        last = f"from {ends[-1] + 1} up" if ends else "always"
+        return ", ".join([*runs, f"{self(most)} {last}"])
 
     @classmethod
     def at(cls, threshold, max_tokens, why=None):
@@ -505,18 +491,17 @@ class Switch:
             if not link.broadcast(now - began + 2 * (now - start) < budget):
                 break                                                  # the next size costs double
         tries = link.gather(dict(seconds))
-        slowest = {key: [max(times) for times in zip(*(rank[key] for rank in tries))]
-                   for key in seconds}
-        gain = [min(slowest["base", size]) - min(slowest["shift", size]) for size in sizes]
+        best = {key: min(map(max, zip(*(rank[key] for rank in tries)))) for key in seconds}
+        gain = [best["base", size] - best["shift", size] for size in sizes]
         for i in range(1, len(sizes)):               # within 5 %, which is noise: as one size below
-            if abs(gain[i]) < 0.05 * min(slowest["base", sizes[i]]):
-                gain[i] = math.copysign(1e-9, gain[i - 1])
+            if abs(gain[i]) < 0.05 * best["base", sizes[i]]:
+                gain[i] = 1e-9 * gain[i - 1]
+        gain.append(gain[-1])
         table = []
         for tokens in range(max_tokens + 1):
             i = min(max(tokens, 1).bit_length() - 1, len(sizes) - 1)
-            j = min(i + 1, len(sizes) - 1)
-            weight = (tokens - sizes[i]) / (sizes[j] - sizes[i]) if j > i else 0
-            table.append((1 - weight) * gain[i] + weight * gain[j] >= 0)
+            weight = tokens / sizes[i] - 1
+            table.append((1 - weight) * gain[i] + weight * gain[i + 1] >= 0)
         return cls(link.broadcast(table), f"measured up to {sizes[-1]} tokens")
 
 
@@ -525,41 +510,43 @@ class Switch:
 
 
 def elements_sent(layout, rank, tokens, dim, head_dim):
-    """Elements that one rank sends to others in one layer, by mode and collective.
+    """Elements that one rank sends to others in one layer of base mode, by collective.
 
     Worked out from the token slices, in the order of the forward pass. Their average over the ranks
     is the closed form of `formula`. (DESIGN: a ring all_reduce of n ranks sends 2(n-1)/n of x.)
     """
     s, _ = layout.coordinates(rank)
     mine, columns = token_slices(tokens, layout.sp)[s], (layout.h + 2 * layout.k) * head_dim
-    reduce = lambda n, rows: 2 * (n - 1) / n * rows * dim
-    return {
-        "base": {"qkv all_to_all": (layout.sp - 1) * mine * columns,
-                 "attention all_to_all": (tokens - mine) * layout.h * head_dim,
-                 "o all_reduce": reduce(layout.tp, mine),
-                 "mlp all_reduce": reduce(layout.tp, mine)},
-        "shift": {"qkv all_to_all": 0, "attention all_to_all": 0,
-                  "o all_reduce": reduce(layout.ranks, tokens),
-                  "mlp all_reduce": reduce(layout.ranks, tokens)}}
+    reduce = 2 * (layout.tp - 1) / layout.tp * mine * dim
+    return {"qkv all_to_all": (layout.sp - 1) * mine * columns,
+            "attention all_to_all": (tokens - mine) * layout.h * head_dim,
+            "o all_reduce": reduce, "mlp all_reduce": reduce}
 
 
-def formula(sp, tp, tokens, dim, heads, kv_heads, head_dim):
+def formula(layout, tokens, dim, head_dim):
     """The average over ranks: T*D * [4(tp-1)/(tp*sp) + (sp-1)/(sp*P) * (2H + 2K')*Dh/D]."""
-    ranks = sp * tp
-    return tokens * dim * (4 * (tp - 1) / (tp * sp) + (sp - 1) / (sp * ranks)
-                           * (2 * heads + 2 * max(kv_heads, ranks)) * head_dim / dim)
+    sp, tp, ranks = layout.sp, layout.tp, layout.ranks
+    both = 2 * layout.heads + 2 * max(layout.kv_heads, ranks)
+    return tokens * dim * (4 * (tp - 1) / (tp * sp)
+                           + (sp - 1) / (sp * ranks) * both * head_dim / dim)
 
 
-def _span(items):
-    first, last = items[0], items[-1]
-    return str(first) if first == last else f"{first}-{last}"
+def traffic(layout, tokens, dim, head_dim):
+    """Elements sent in one layer, as the average over the ranks: by collective, and summed up."""
+    sent = [elements_sent(layout, rank, tokens, dim, head_dim) for rank in range(layout.ranks)]
+    mean = {op: sum(one[op] for one in sent) / layout.ranks for op in sent[0]}
+    total = sum(mean.values())
+    return {**mean, "sum": total, "closed form": formula(layout, tokens, dim, head_dim),
+            "sum / (T * D)": total / tokens / dim}
+
+
+def span(items):
+    """A range in words: 4-7, 4, or none."""
+    return "-".join(map(str, sorted({items[0], items[-1]}))) if items else "none"
 
 
 def explain(layout, tokens, dim, head_dim):
     """The ownership table and the traffic of one layer, as text."""
-    ends = [0]
-    for count in token_slices(tokens, layout.sp):
-        ends.append(ends[-1] + count)
     lines = [
         f"{layout.ranks} ranks = sp {layout.sp} x tp {layout.tp};  {layout.heads} query heads, "
         f"{layout.kv_heads} KV heads;  a step of {tokens} tokens", "",
@@ -569,25 +556,17 @@ def explain(layout, tokens, dim, head_dim):
         "-" * 80]
     for rank in range(layout.ranks):
         (s, t), block = layout.coordinates(rank), layout.block(rank)
-        base = f"{ends[s]}-{ends[s + 1] - 1}" if ends[s + 1] > ends[s] else "none"
-        lines.append(f"{rank:4} {s} {t}|{block:5} {_span(layout.q_heads(block)):7} "
-                     f"{_span(layout.kv_heads_of(block)):12}| {base:9} "
-                     f"{_span(layout.shard(rank)):12}| {f'0-{tokens - 1}':9} {block}")
+        own = range(tokens * s // layout.sp, tokens * (s + 1) // layout.sp)
+        lines.append(
+            f"{rank:4} {s} {t}|{block:5} {span(layout.q_heads(block)):7} "
+            f"{span(layout.kv_heads_of(block)):12}| {span(own):9} {span(layout.shard(rank)):12}| "
+            f"{span(range(tokens)):9} {block}")
     lines += ["", "A switch moves nothing: a rank caches the heads of one block in both modes, and",
               "the block's weights are a slice of the shard that base mode uses.", "",
               "Elements sent to other ranks in one layer, average over the ranks:",
               f"{'':24}{'base':>14}{'shift':>14}"]
-    sent = [elements_sent(layout, rank, tokens, dim, head_dim) for rank in range(layout.ranks)]
-    mean = lambda mode, op: sum(one[mode][op] for one in sent) / layout.ranks
-    for op in sent[0]["base"]:
-        lines.append(f"{op:24}{mean('base', op):14,.1f}{mean('shift', op):14,.1f}")
-    sums = [sum(mean(mode, op) for op in sent[0][mode]) for mode in ("base", "shift")]
-    forms = [formula(sp, tp, tokens, dim, layout.heads, layout.kv_heads, head_dim)
-             for sp, tp in ((layout.sp, layout.tp), (1, layout.ranks))]
-    for name, values in (("sum", sums), ("closed form", forms)):
-        lines.append(f"{name:24}{values[0]:14,.1f}{values[1]:14,.1f}")
-    each = [total / tokens / dim for total in sums]
-    lines.append(f"{'sum / (T * D)':24}{each[0]:14.3f}{each[1]:14.3f}")
+    base, shift = (traffic(way, tokens, dim, head_dim) for way in (layout, layout.shift))
+    lines += [f"{name:24}{base[name]:14,.3f}{shift[name]:14,.3f}" for name in base]
     return "\n".join(lines)
 
 

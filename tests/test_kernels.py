@@ -228,7 +228,7 @@ def test_silu_mul(rows, width):
 
 @pytest.mark.parametrize("head_dim, block_size", [(2, 4), (12, 16), (64, 16), (128, 5)])
 def test_attention_rotates_and_writes(head_dim, block_size):
-    """A prompt of 37 tokens: its pairs turned as complex numbers, then as if dense; padding apart."""
+    """A prompt of 37 tokens: pairs turned as complex numbers, then as if dense; not the padding."""
     draw, tokens, heads, k = torch.Generator().manual_seed(0), 37, 6, 2
     qkv = torch.randn(tokens + 2, heads + 2 * k, head_dim, generator=draw)
     angle = torch.randn(tokens + 2, 1, head_dim // 2, generator=draw)

@@ -109,7 +109,7 @@ def test_the_worked_numbers():
     T, H, K, Dh = 800, 64, 8, 128
     for sp, tp, say in ((1, 8, "3.50"), (2, 4, "1.64"), (4, 2, "0.71"), (8, 1, "0.246")):
         mean = sum(sum(elements(sp, tp, H, K, Dh, H * Dh, T, s)) for s in range(sp)) / sp
-        for value in (mean, shift.formula(sp, tp, T, H * Dh, H, K, Dh)):
+        for value in (mean, shift.formula(Layout(sp, tp, H, K, H), T, H * Dh, Dh)):
             assert f"{value / (T * H * Dh):.{len(say) - 2}f}" == say
 
 
@@ -119,17 +119,15 @@ def test_elements_sent_and_the_closed_form(H, K, Dh, D):
     for sp, tp in factorizations(8):
         layout = Layout(sp, tp, H, K, H)
         for T in (1, 5, 13, 64):
-            total = {"base": 0, "shift": 0}
-            for rank in range(8):
-                sent = shift.elements_sent(layout, rank, T, D, Dh)
-                for mode, (m_sp, m_tp, s) in (("base", (sp, tp, rank // tp)), ("shift", (1, 8, 0))):
-                    qkv, attention, reduce = elements(m_sp, m_tp, H, K, Dh, D, T, s)
-                    assert list(sent[mode].values()) == pytest.approx(
+            for m_sp, m_tp, way in ((sp, tp, layout), (1, 8, layout.shift)):
+                total = 0
+                for rank in range(8):
+                    sent = shift.elements_sent(way, rank, T, D, Dh)
+                    qkv, attention, reduce = elements(m_sp, m_tp, H, K, Dh, D, T, rank // m_tp)
+                    assert list(sent.values()) == pytest.approx(
                         [qkv, attention, reduce / 2, reduce / 2])
-                    total[mode] += sum(sent[mode].values())
-            for mode, (m_sp, m_tp) in (("base", (sp, tp)), ("shift", (1, 8))):
-                closed = shift.formula(m_sp, m_tp, T, D, H, K, Dh)
-                assert total[mode] / 8 == pytest.approx(closed)
+                    total += sum(sent.values())
+                assert total / 8 == pytest.approx(shift.formula(way, T, D, Dh))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -462,8 +460,8 @@ def test_explain(monkeypatch, capsys, sp, tp, H, K, T):
             want.append([str(s * tp + t), str(s), str(t), str(block),
                          span(block * (H // P), (block + 1) * (H // P) - 1),
                          span(head, head + max(1, K // P) - 1),
-                         "none" if last < first else f"{first}-{last}",
-                         span(t * sp, t * sp + sp - 1), f"0-{T - 1}", str(block)])
+                         "none" if last < first else span(first, last),
+                         span(t * sp, t * sp + sp - 1), span(0, T - 1), str(block)])
     assert table == want
     sums = {line[:24].strip(): [float(x.replace(",", "")) for x in line[24:].split()]
             for line in out.splitlines()[-7:]}

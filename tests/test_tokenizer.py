@@ -263,6 +263,7 @@ def test_chat_template_equals_transformers(tmp_path, where):
 @pytest.mark.parametrize("template, chat, says", [
     (LLAMA3_TEMPLATE, [{"role": "clown", "content": "x"}], "role clown is unknown"),
     ("{{ messages[0].content + 1 }}", CHATS[0], "refuses"),
+    ("{{ messages[0].content.index('?') }}", CHATS[0], "refuses"),
     (LLAMA3_TEMPLATE, [], "refuses"),
     ("{{ messages.append(1) }}", CHATS[0], "refuses"), ("", CHATS[0], "no chat template")])
 def test_messages_that_a_template_refuses(tmp_path, template, chat, says):
@@ -342,7 +343,8 @@ def test_other_kinds_are_refused_or_read_right(tmp_path, kind):
 
 
 def test_merges_out_of_order_and_files_absent(tmp_path):
-    """tiktoken merges by id: a file whose merges are in another order is refused; as is no file."""
+    """tiktoken merges by id: a file whose merges are in another order is refused; as is no file,
+    and one that lacks what its merges make, or its model."""
     with pytest.raises(UserError, match="tokenizer.json"):
         Tokenizer(str(tmp_path), Config())
     vocab = {"a": 0, "b": 1, "c": 2, "bc": 3, "ab": 4}
@@ -352,6 +354,10 @@ def test_merges_out_of_order_and_files_absent(tmp_path):
     assert tokenizer.encode("abc").ids == [4, 2]
     with pytest.raises(UserError, match="order"):
         Tokenizer(str(tmp_path), Config())
+    for spoil in (lambda spec: spec["model"]["vocab"].pop("ab"), lambda spec: spec.pop("model")):
+        write(tmp_path, tokenizer, spoil)
+        with pytest.raises(UserError, match="byte-level BPE"):
+            Tokenizer(str(tmp_path), Config())
 
 
 def test_raw_tokens():
