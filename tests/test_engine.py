@@ -281,11 +281,11 @@ def random_request(draw, texts):
     return prompt, params
 
 
-def traffic_world(root, steps):
+def traffic_world(root, steps, link, kernels):
     """Rank 0 submits and cancels between steps; afterwards it asks for each text alone."""
     rank, draw = connect(), random.Random(11)
     engine = Engine(**{**SMALL, "kv_blocks": 14, "max_seqs": 5, "max_step_tokens": 12,
-                       "threshold": 6, "sp": 2, "check": True})
+                       "threshold": 6, "sp": 2, "check": True, "link": link, "kernels": kernels})
     engine.IDLE_TICK = 0.01
     run, outputs, ended = recorded(engine), [], Counter()
     engine.on_events = lambda events: ended.update(
@@ -332,11 +332,12 @@ def judge(outputs, solo):
     return dict(found)
 
 
-def test_random_traffic(tmp_path):
+@pytest.mark.parametrize("link, kernels", [("auto", "auto"), ("gloo", "torch")])
+def test_random_traffic(tmp_path, link, kernels):
     """450 steps of arrivals, shared prefixes, cancellations, greedy and sampled, on a pool of 14
     blocks, all invariants and both ranks' states compared in each step: every text is the one that
     the request has alone, each request ends once, and no block is lost."""
-    assert world(traffic_world, 2, tmp_path, 450, seconds=120) == 0
+    assert world(traffic_world, 2, tmp_path, 450, link, kernels, seconds=120) == 0
     found = load(tmp_path, 2)[0]
     print(found)
     assert found["length"] > 50 and found["stop"] > 5 and found["cancelled"] > 5
