@@ -489,21 +489,25 @@ class SamplingParams:
 
     temperature  0 is greedy            top_k, top_p, min_p  0 (or -1), 1 and 0 switch them off
     seed         None: a fresh one      logprobs  None, or how many alternatives to report
-    stop         texts that end the output and are not part of it
+    stop, stop_token_ids  what ends the output and is not part of it, as an end-of-text token does
+    min_tokens   so many come before any of these can
     """
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = None
     stop: tuple = ()
+    stop_token_ids: tuple = ()
     ignore_eos: bool = False
     logprobs: int = None
 
     def __post_init__(self):
         for name, ok, say in (
                 ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
+                ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must be 0 to max_tokens"),
                 ("temperature", 0 <= self.temperature < math.inf, "must be 0 or more, and finite"),
                 ("top_k", -1 <= self.top_k < 2 ** 63, "must be a count, or 0 or -1 for no limit"),
                 ("seed", abs(self.seed or 0) < 2 ** 64, "must fit into 64 bits"),
@@ -512,7 +516,7 @@ class SamplingParams:
                 ("logprobs", 0 <= (self.logprobs or 0) <= 20, "must be between 0 and 20"),
                 ("stop", all(self.stop), "must not hold an empty text")):
             if not ok:
-                raise UserError(f"{name} = {getattr(self, name)!r} {say}")
+                raise UserError(f"{name} = {getattr(self, name)!r:.60} {say}")
 
 
 Sample = namedtuple("Sample", "token logprob top")     # top: [(token, logprob)], best first
