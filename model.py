@@ -446,28 +446,32 @@ class SamplingParams:
 
     temperature  0 is greedy            top_k, top_p, min_p  0 (or -1), 1 and 0 switch them off
     seed         None: a fresh one      logprobs  None, or how many alternatives to report
-    stop         texts that end the output and are not part of it
+    stop, stop_token_ids  what ends the output and is not part of it, as an end-of-text token does
+    min_tokens   so many come before any of these can
     """
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = None
     stop: tuple = ()
+    stop_token_ids: tuple = ()
     ignore_eos: bool = False
     logprobs: int = None
 
     def __post_init__(self):
         for name, least, most in (
-                ("max_tokens", 1, math.inf), ("temperature", 0, 1e308),
+                ("max_tokens", 1, math.inf), ("min_tokens", 0, self.max_tokens),
+                ("temperature", 0, 1e308),
                 ("top_k", -1, 2 ** 63 - 1), ("top_p", 0, 1), ("min_p", 0, 1),
                 ("seed", 1 - 2 ** 64, 2 ** 64 - 1), ("logprobs", 0, 20)):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                raise UserError(f"{name} = {value!r} must be between {least} and {most}")
+                raise UserError(f"{name} = {value!r:.60} must be between {least} and {most}")
         if not all(self.stop):
-            raise UserError(f"stop = {self.stop!r} must not hold an empty text")
+            raise UserError(f"stop = {self.stop!r:.60} must not hold an empty text")
 
 
 Sample = namedtuple("Sample", "token logprob top")     # top: [(token, logprob)], best first

@@ -19,6 +19,7 @@ if __name__ == "__main__":             # while it starts, Ctrl-C just ends it, w
 import argparse
 import asyncio
 import hashlib
+import hmac
 import itertools
 import json
 import math
@@ -28,15 +29,18 @@ import sys
 import threading
 import time
 from array import array
-from collections import OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+import prometheus_client as prometheus
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field, create_model
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kernels import NativeKernels, TorchKernels, why_not_native
 from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
@@ -141,12 +145,9 @@ class BlockManager:
 
     def check(self):
         """free + cached + used = total, and no block is two of them."""
-        used = {b for b, count in enumerate(self.references) if count}
+        used = [b for b, count in enumerate(self.references) if count]
         assert all(count >= 0 for count in self.references), self.references
-        assert len(self.empty) + len(self.cached) + len(used) == self.num_blocks, (
-            f"{len(self.empty)} empty + {len(self.cached)} cached + {len(used)} used "
-            f"!= {self.num_blocks}")
-        assert len({*self.empty, *self.cached, *used}) == self.num_blocks, "a block in two states"
+        assert sorted([*self.empty, *self.cached, *used]) == list(range(self.num_blocks)), used
         named = {block: name for block, name in enumerate(self.hash_of) if name is not None}
         assert named == {block: name for name, block in self.block_of.items()}, "names mixed up"
         assert named.keys() >= self.cached.keys() and not named.keys() & {*self.empty}
@@ -291,13 +292,18 @@ class Output:
     def __init__(self, id, prompt, params, tokenizer, index=0, queue=None):
         self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
         self.index, self.queue = index, queue                # for whoever reads the events
-        self.tokens, self.text, self.samples, self.finish = [], "", [], None
+        self.tokens, self.text, self.samples, self.finish, self.first = [], "", [], None, None
         self.decoder, self.held, self.offset = tokenizer.decoder(), "", 0
+        self.ends = {*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos)}
+        self.arrived = self.last = time.monotonic()          # and `first`: for TTFT and TPOT
 
     def push(self, one):
         """Take one Sample; returns the Event: the text that is now certain, and whether it ends."""
         self.tokens.append(one.token)
-        ended = one.token in self.tokenizer.eos and not self.params.ignore_eos
+        self.last = time.monotonic()
+        self.first = self.first or self.last
+        may_stop = len(self.tokens) > self.params.min_tokens
+        ended = may_stop and one.token in self.ends
         if ended:
             self.finish = "stop"
         elif len(self.tokens) >= self.params.max_tokens:
@@ -305,7 +311,7 @@ class Output:
         added = b"" if ended else self.tokenizer.token_bytes(one.token)
         self.held += self.decoder.decode(added, final=self.finish is not None)
         found = [at for at in map(self.held.find, self.params.stop) if at >= 0]
-        if found:
+        if found and may_stop:
             self.finish, self.held = "stop", self.held[:min(found)]
         text, self.held = self._split(self.held)
         self.text += text
@@ -326,9 +332,9 @@ class Output:
 # Engine
 
 
-def option(default, help, choices=None, least=None):
+def option(default, help, choices=None, least=-math.inf, most=math.inf):
     """A field of Options: its default, and what the command line and the checks make of it."""
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least})
+    return field(default=default, metadata={"help": help, "limits": (choices, least, most)})
 
 
 @dataclass(frozen=True)
@@ -340,13 +346,11 @@ class Options:
     tp: int = option(None, "tensor-parallel degree of base mode; sp * tp = ranks", least=1)
     threshold: str = option("auto", "shift mode up to N tokens in a step; auto measures")
     mode: str = option("shift", "tp or sp pin one mode, for comparison", "shift, tp, sp")
-    link: str = option("auto", "default: nccl on GPUs, shm between CPU ranks of a host, else gloo",
-                       "auto, nccl, shm, gloo")
+    link: str = option("auto", "auto: nccl on GPUs, else shm or gloo", "auto, nccl, shm, gloo")
     link_gbps: float = option(None, "emulate a slower link: gigabits a second", least=1e-6)
     link_us: float = option(None, "emulate a slower link: microseconds a collective", least=0)
     kernels: str = option("auto", "on CPUs: c where there is a compiler", "auto, c, torch")
-    dtype: str = option("auto", "default: float32 on a CPU, the checkpoint's on a GPU",
-                        "auto, float32, bfloat16, float16")
+    dtype: str = option("auto", "on CPUs float32", "auto, float32, bfloat16, float16")
     max_model_len: int = option(None, "longest prompt + output; default: the model's", least=1)
     max_step_tokens: int = option(2048, "tokens in a step", least=1)
     max_seqs: int = option(256, "requests in a step", least=1)
@@ -358,17 +362,19 @@ class Options:
     def __post_init__(self):
         for f in fields(self):
             value, name = getattr(self, f.name), f"--{f.name.replace('_', '-')}"
-            choices, least = f.metadata["choices"], f.metadata["least"]
+            choices, least, most = f.metadata["limits"]
             if choices and value not in choices.split(", "):
                 raise UserError(f"{name} {value} is none of {choices}")
-            if least is not None and value is not None and not value >= least:
-                raise UserError(f"{name} {value} must be at least {least}")
+            if isinstance(value, (int, float)) and not least <= value <= most:
+                above = f", at most {most}" * (most < math.inf)
+                raise UserError(f"{name} {value} must be at least {least}{above}")
         if self.threshold != "auto" and not str(self.threshold).isdecimal():
             raise UserError(f"--threshold {self.threshold} must be auto or a number of tokens")
 
 
 class ContextError(UserError):
     """The request is longer than the context."""
+    code = "context_length_exceeded"                         # OpenAI's
 
 
 def make_link(options, link):
@@ -381,11 +387,9 @@ def make_link(options, link):
         emulate = options.link_gbps or math.inf, options.link_us or 0
     gpus = torch.cuda.device_count() if options.link in ("auto", "nccl") else 0
     if options.link == "nccl" and not gpus:
-        raise UserError("--link nccl needs NVIDIA GPUs, and there are none here: use --link auto, "
-                        "shm or gloo")
+        raise UserError("--link nccl needs NVIDIA GPUs, and there are none: use shm or gloo")
     if gpus and here > gpus:
-        raise UserError(f"{here} ranks on a host with {gpus} GPUs: start {gpus}, or use --link shm "
-                        f"or gloo to run on the CPU")
+        raise UserError(f"{here} ranks for {gpus} GPUs: start {gpus}, or use --link shm or gloo")
     if gpus:
         torch.cuda.set_device(local)
         return Link("nccl", link.world_ranks, f"cuda:{local}", emulate), TorchKernels(), ""
@@ -415,7 +419,7 @@ class Engine:
     Between two steps rank 0 sends one message; every rank applies it and schedules alone. Several
     engines can live in one world: `ranks` names those of this one.
     """
-    IDLE_TICK = 5.0                    # seconds between signs of life while there is nothing to do
+    IDLE_TICK = 2.0                    # seconds between signs of life while there is nothing to do
     TIMED = 64                         # tokens of a prompt in the calibration of the switch
 
     def __init__(self, ranks=None, **options):
@@ -436,6 +440,8 @@ class Engine:
         self.inbox, self.dropped, self.ids = [], [], itertools.count()
         self.wake = threading.Condition()                    # guards inbox, ids, closing, deadline
         self.closing, self.deadline = False, None            # end when done; when to stop waiting
+        self.refusal, self.beat = None, time.monotonic()     # why nothing is taken; the last turn
+        self.steps, self.step_tokens, self.mode, self.switches = Counter(), Counter(), None, 0
         self.on_events = lambda events: None                 # called once a step, with all events
 
     # Start-up
@@ -456,9 +462,8 @@ class Engine:
                 self.tokenizer = Tokenizer(directory, config) if self.rank == 0 else None
         self.config = config
         self.layout = Layout(sp, tp, config.heads, config.kv_heads, config.ffn)
-        dtype = options.dtype
-        if dtype == "auto":
-            dtype = "float32" if link.device.type == "cpu" else config.dtype
+        auto = "float32" if link.device.type == "cpu" else config.dtype
+        dtype = auto if options.dtype == "auto" else options.dtype
         self.base, self.shift = both_modes(self.layout, link)
         with link.together():
             self.model = Llama(config, source, self.layout, link, (self.base, self.shift),
@@ -485,8 +490,7 @@ class Engine:
         size *= self.model.dtype.itemsize
         longest = min(config.max_len, options.max_model_len or config.max_len)
         if options.max_model_len and options.max_model_len > config.max_len:
-            raise UserError(f"--max-model-len {options.max_model_len} is more than the "
-                            f"{config.max_len} tokens the model was trained for")
+            raise UserError(f"--max-model-len {options.max_model_len} > the model's {longest}")
         pages = -(-longest // options.block_size)
         if self.link.device.type == "cpu":
             here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -497,9 +501,8 @@ class Engine:
         self.num_blocks = options.kv_blocks or min(fits, pages * options.max_seqs)
         self.max_model_len = min(longest, self.num_blocks * options.block_size)
         if self.max_model_len < (options.max_model_len or 1):
-            raise UserError(f"--max-model-len {options.max_model_len} does not fit the KV pool of "
-                            f"{self.num_blocks} blocks x {options.block_size} tokens: raise "
-                            f"--kv-blocks or lower it")
+            raise UserError(f"--max-model-len {options.max_model_len} is more than the pool's "
+                            f"{self.num_blocks} blocks x {options.block_size}: raise --kv-blocks")
         self.model.allocate_kv(self.num_blocks, options.block_size)
 
     def _make_switch(self):
@@ -570,6 +573,10 @@ class Engine:
         if self.rank == 0:
             self._deliver(sampling, logits)
         self.step_count += 1
+        self.steps[mode.name] += 1
+        self.step_tokens[mode.name] += tokens
+        self.switches += self.mode not in (None, mode)
+        self.mode = mode
         if self.options.explain and self.rank == 0:
             self._explain(plan, tokens, mode, before, time.perf_counter() - start)
         return True
@@ -577,7 +584,7 @@ class Engine:
     def run(self):
         """Steps until `close` was called on rank 0 and all is done."""
         while self.step():
-            pass
+            self.beat = time.monotonic()
 
     def generate(self, prompts, params=SamplingParams()):
         """Continue each prompt (a text or token ids); returns their Outputs, on rank 0.
@@ -593,7 +600,7 @@ class Engine:
                 outputs = [self.submit(prompt, params, index=i) for i, prompt in enumerate(ids)]
                 self.close()
         self.run()
-        self.closing = False
+        self.closing, self.refusal = False, None
         return outputs
 
     def _build(self, plan):
@@ -642,13 +649,12 @@ class Engine:
         """Raise UserError if this request could never run, so that nothing waits for ever."""
         if not prompt:
             raise UserError("the prompt is empty: give it at least one token id")
-        bad = [t for t in prompt if not 0 <= t < self.config.vocab]
+        bad = [t for t in (*prompt, *params.stop_token_ids) if not 0 <= t < self.config.vocab]
         if bad:
-            raise UserError(f"token id {bad[0]} is not in the vocabulary of {self.config.vocab}")
+            raise UserError(f"token id {bad[0]!r:.40} is none of the {self.config.vocab} there are")
         if len(prompt) + params.max_tokens > self.max_model_len:
-            raise ContextError(f"this model's maximum context length is {self.max_model_len} "
-                               f"tokens, but the prompt has {len(prompt)} and max_tokens is "
-                               f"{params.max_tokens}")
+            raise ContextError(f"{len(prompt)} tokens and max_tokens = {params.max_tokens!r:.40} "
+                               f"exceed the maximum context length, {self.max_model_len}")
 
     def submit(self, prompt, params, index=0, queue=None):
         """Queue a request (any thread); its Events come through `on_events`, step by step."""
@@ -670,9 +676,15 @@ class Engine:
     def close(self, grace=None):
         """Finish what is queued, then end `run`; after `grace` seconds cancel what is left."""
         with self.wake:
-            self.closing = True
+            self.closing, self.refusal = True, "the server is shutting down"
             self.deadline = None if grace is None else time.monotonic() + grace
             self.wake.notify()
+
+    def fail(self, reason):
+        """The engine can go no further (any thread): end every request, and take no new ones."""
+        self.refusal = self.refusal or reason
+        lost = [*self.outputs.values(), *self.inbox]
+        self.on_events([Event(output, "", [], "error") for output in lost])
 
     def _next_message(self):
         """What all ranks must know before the next step; waits here while nothing is to be done."""
@@ -697,11 +709,15 @@ class Engine:
         self.sampled, self.finished = [], []
         return message
 
+    @torch.inference_mode()
     def _deliver(self, sampling, logits):
         """Sample, and tell the clients. The other ranks hear of it in the next message."""
         if not sampling:
             return
         outputs = [self.outputs[request.id] for request in sampling]
+        for i, output in enumerate(outputs):
+            if len(output.tokens) < output.params.min_tokens:            # finite, as JSON must be
+                logits[i, list(output.ends)] = torch.finfo(logits.dtype).min
         samples = sample(logits, [output.params for output in outputs],
                          [len(request.tokens) for request in sampling])
         self.sampled = [[one.token] for one in samples]
@@ -717,196 +733,286 @@ class Engine:
 # HTTP: the OpenAI API
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-    include_usage: bool = False
+Text = Annotated[str, Field(min_length=1, max_length=1000)]
+Ids = Annotated[list[int], Field(fail_fast=True)]          # one error will do, out of a million
 
 
-class Body(BaseModel):
-    """What both kinds of completion have in common. Types are strict: "5" is not a number."""
-    model_config = ConfigDict(strict=True, extra="allow")
+class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
+                                           for f in fields(SamplingParams)}),
+           strict=True, extra="allow"):
+    """What both kinds of completion have in common: all of SamplingParams, and null for a default.
+    Types are strict: "5" is not a number."""
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    stop: Text | Annotated[list[Text], Field(max_length=32, fail_fast=True)] | None = Field(
+        None, description="a text or a list of at most 32 texts, of 1 to 1000 characters each")
+    stop_token_ids: Annotated[Ids, Field(max_length=128)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, bool] | None = None
 
     # Accepted at the value that changes nothing, refused at any other rather than ignored.
     UNSUPPORTED: ClassVar = {"echo": False, "best_of": 1, "suffix": "", "frequency_penalty": 0,
                              "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
                              "tools": [], "tool_choice": "none", "functions": [],
                              "function_call": "none", "modalities": ["text"],
-                             "response_format": {"type": "text"}}
+                             "response_format": {"type": "text"}, "skip_special_tokens": True}
+    # What clients send that concerns the text of no answer. Anything else may be a slip of the pen.
+    IGNORED: ClassVar = {"user", "metadata", "store", "service_tier", "safety_identifier",
+                         "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
 
-    def sampling(self, max_tokens, logprobs):
-        """SamplingParams, which check the values. Null means the default, as OpenAI has it."""
-        for name, plain in self.UNSUPPORTED.items():
-            if (self.model_extra.get(name) or plain) != plain:
-                raise UserError(f"{name} is not supported, only its default {plain!r}")
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        given = {name: getattr(self, name) for name in
-                 ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")}
-        return SamplingParams(max_tokens=max_tokens, stop=tuple(stop), logprobs=logprobs,
-                              **{name: value for name, value in given.items() if value is not None})
+    def sampling(self, **changes):
+        """SamplingParams, which check the values."""
+        for name in self.model_extra.keys() - self.IGNORED:
+            value, plain = self.model_extra[name], self.UNSUPPORTED.get(name)
+            if value is not None and value != plain:
+                raise UserError(f"{name!r:.60} is not supported, only its default {plain!r}")
+        given = {f.name: getattr(self, f.name) for f in fields(SamplingParams)} | changes
+        given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 class CompletionBody(Body):
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = None
+    prompt: (str | Annotated[list[str], Field(fail_fast=True)] | Ids
+             | Annotated[list[Ids], Field(fail_fast=True)]) = Field(
+        description="a text, a list of texts, a list of token ids, or a list of such lists")
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+class Message(BaseModel, strict=True, extra="allow"):
     role: str
     content: str
 
 
 class ChatBody(Body):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class Failure(Exception):
+class Failure(HTTPException):
     """An answer other than 200, in OpenAI's format."""
 
-    def __init__(self, status, message, code=None):
-        self.status = status
+    def __init__(self, status, message, code=None, headers=None):
+        super().__init__(status, message, headers)
         self.body = {"error": {"message": message, "param": None, "code": code, "type":
                                "invalid_request_error" if status < 500 else "server_error"}}
+
+    def response(self):
+        return JSONResponse(self.body, self.status_code, self.headers)
+
+    @classmethod
+    async def handle(cls, request, error):
+        """The answer to any exception."""
+        if isinstance(error, UserError):
+            error = cls(400, str(error), getattr(error, "code", None))
+        elif hasattr(error, "errors"):                       # FastAPI's, of pydantic's
+            error = cls(400, cls._invalid(request, error.errors()[0]))
+        elif not isinstance(error, HTTPException):           # uvicorn logs it
+            error = cls(500, "internal error: the server's log has it")
+        elif not isinstance(error, cls):
+            error = cls(error.status_code, f"{request.url.path:.80}: {error.detail}",
+                        headers=error.headers)
+        return error.response()
+
+    @staticmethod
+    def _invalid(request, first):
+        """The first thing that pydantic finds wrong with a body, in words."""
+        if "json" not in request.headers.get("content-type", ""):
+            return "the body must be JSON, with the header content-type: application/json"
+        if first["type"] == "json_invalid":
+            return f"the body is not valid JSON: {first['ctx']['error']}"
+        path, kinds = first["loc"][1:], ChatBody.model_fields | CompletionBody.model_fields
+        wanted = kinds[path[0]].description if path and path[0] in kinds else None
+        if wanted:                     # of several types: say them all, not what one of them lacks
+            return f"{path[0]} must be {wanted}, not {first['input']!r:.60}"
+        value = "" if first["type"] == "missing" else f" = {first['input']!r:.60}"
+        return f"{'.'.join(map(str, path)) or 'body'}{value}: {first['msg']}"
+
+
+class Gate:
+    """In front of the app: nothing is parsed before the key and the size of the body are right."""
+    MAX_BODY = 4 << 20                 # bytes
+
+    def __init__(self, app, keys):
+        self.app, self.keys = app, [f"Bearer {key}".encode() for key in keys]
+
+    async def __call__(self, scope, receive, send):
+        given, app, size = dict(scope.get("headers", ())).get(b"authorization", b""), self.app, 0
+        known = any([hmac.compare_digest(given, key) for key in self.keys])      # all: same time
+        if self.keys and not known and scope.get("path", "/health") != "/health":
+            app = Failure(401, "this server wants a key: authorization: Bearer KEY",
+                          "invalid_api_key", {"www-authenticate": "Bearer"}).response()
+
+        async def limited():
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self.MAX_BODY:
+                raise Failure(413, f"the body has more than {self.MAX_BODY} bytes")
+            return message
+        await app(scope, limited, send)
+
+
+class Metrics:
+    """What /metrics shows, under vLLM's names where it has them. Only the histograms are kept here;
+    the rest is read from the engine when asked for."""
+
+    def __init__(self, engine):
+        self.engine, self.registry = engine, prometheus.CollectorRegistry()
+        self.requests, self.prompt_tokens, self.generation_tokens = Counter(), 0, 0
+        names = "time_to_first_token", "request_time_per_output_token", "e2e_request_latency"
+        self.histograms = [prometheus.Histogram(
+            f"nanoshift:{name}_seconds", name.replace("_", " "), registry=self.registry,
+            buckets=[1e-3 * 2 ** i for i in range(18)]) for name in names]           # to 2 minutes
+        self.registry.register(self)
+
+    def finished(self, output, finish):
+        """Count a request that has ended; returns its line for the log."""
+        count, first = len(output.tokens), output.first or output.arrived
+        ttft, tpot = first - output.arrived, (output.last - first) / max(1, count - 1)
+        times = (ttft, tpot, output.last - output.arrived) if count else ()
+        self.requests[finish] += 1
+        self.prompt_tokens += len(output.prompt)
+        for histogram, seconds in zip(self.histograms, times):
+            histogram.observe(seconds)
+        return (f"request {output.queue.name}/{output.index} prompt_tokens={len(output.prompt)} "
+                f"completion_tokens={count} ttft_ms={ttft * 1e3:.1f} tpot_ms={tpot * 1e3:.2f} "
+                f"finish={finish}")
+
+    def collect(self):
+        """Called by prometheus_client: (kind, name, what it is, value or values, their labels)."""
+        engine, scheduler, families = self.engine, self.engine.scheduler, prometheus.metrics_core
+        sent = [*engine.link.counts.items()]                 # the engine's thread adds to it
+        gauge, counter = families.GaugeMetricFamily, families.CounterMetricFamily
+        used = 1 - scheduler.blocks.available / engine.num_blocks
+        for kind, name, text, values, *labels in (
+                (gauge, "num_requests_running", "Requests with a seat", len(scheduler.running)),
+                (gauge, "num_requests_waiting", "Requests without one", len(scheduler.waiting)),
+                (gauge, "kv_cache_usage_perc", "KV blocks in use, 1 = all", used),
+                (counter, "prompt_tokens", "Tokens of finished prompts", self.prompt_tokens),
+                (counter, "generation_tokens", "Tokens sampled", self.generation_tokens),
+                (counter, "prefix_cache_queries", "Tokens looked up", scheduler.prompt_tokens),
+                (counter, "prefix_cache_hits", "Tokens found", scheduler.cached_tokens),
+                (counter, "request_success", "Requests ended", self.requests, "finished_reason"),
+                (counter, "steps", "Steps", engine.steps, "mode"),
+                (counter, "step_tokens", "Tokens computed", engine.step_tokens, "mode"),
+                (counter, "switches", "Changes of mode", engine.switches),
+                *((counter, f"collective_{field}", f"{field} of rank 0's collectives", {
+                    key: getattr(count, field) for key, count in sent}, "op", "what")
+                  for field in ("calls", "bytes", "seconds"))):
+            family = kind(f"nanoshift:{name}", text, labels=labels)
+            for key, value in [*values.items()] if labels else [((), values)]:
+                family.add_metric([key] if len(labels) == 1 else key, value)
+            yield family
 
 
 class Api:
     """The routes, over one engine. They run in uvicorn's thread: towards the engine they call
     `submit` and `cancel`; from it, events come once a step and go to each call's own queue."""
 
-    def __init__(self, engine, name):
+    def __init__(self, engine, name, flags=None):
         self.engine, self.name, self.tokenizer = engine, name, engine.tokenizer
-        self.created = int(time.time())
+        self.created, self.flags, self.metrics = int(time.time()), flags or Flags(), Metrics(engine)
 
     def app(self):
-        from fastapi import FastAPI, Request as HTTPRequest
-        from fastapi.exceptions import RequestValidationError
-        from fastapi.responses import JSONResponse
-        from starlette.exceptions import HTTPException
-        app = FastAPI(title="nanoshift", version="1")
-
-        @app.exception_handler(Failure)
-        async def failed(request, error):
-            return JSONResponse(error.body, error.status)
-
-        @app.exception_handler(UserError)
-        async def refused(request, error):
-            code = "context_length_exceeded" if isinstance(error, ContextError) else None
-            return JSONResponse(Failure(400, str(error), code).body, 400)
-
-        @app.exception_handler(RequestValidationError)
-        async def invalid(request, error):
-            first = error.errors()[0]
-            message = f"{'.'.join(map(str, first['loc'][1:])) or 'body'}: {first['msg']}"
-            if "json" not in request.headers.get("content-type", ""):
-                message = "the body must be JSON, with the header content-type: application/json"
-            elif first["type"] == "json_invalid":
-                message = f"the body is not valid JSON: {first['ctx']['error']}"
-            return JSONResponse(Failure(400, message).body, 400)
-
-        @app.exception_handler(HTTPException)
-        async def other(request, error):
-            body = Failure(error.status_code, f"{request.url.path}: {error.detail}").body
-            return JSONResponse(body, error.status_code, error.headers)
-
-        @app.exception_handler(Exception)
-        async def fault(request, error):                     # uvicorn logs it
-            return JSONResponse(Failure(500, "internal error: the server's log has it").body, 500)
+        import fastapi
+        kinds = UserError, fastapi.exceptions.RequestValidationError, HTTPException, Exception
+        app = fastapi.FastAPI(title="nanoshift", version="1",
+                              exception_handlers=dict.fromkeys(kinds, Failure.handle))
+        app.add_middleware(Gate, keys=self.flags.api_key or ())
 
         @app.get("/health")
         async def health():
-            return {"status": "closing" if self.engine.closing else "ok"}
+            late = time.monotonic() - self.engine.beat > 3 * self.engine.IDLE_TICK
+            status = self.engine.refusal or ("slow" if late else "ok")
+            return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+        @app.get("/metrics")
+        async def metrics():
+            return Response(prometheus.generate_latest(self.metrics.registry),
+                            media_type=prometheus.CONTENT_TYPE_LATEST)
 
         @app.get("/v1/models")
-        async def models():
-            return {"object": "list", "data": [
-                {"id": self.name, "object": "model", "created": self.created,
-                 "owned_by": "nanoshift", "max_model_len": self.engine.max_model_len}]}
+        @app.get("/v1/models/{id:path}")
+        async def models(id: str = ""):
+            return self._model(id) if id else {"object": "list", "data": [self._model(self.name)]}
 
         @app.post("/v1/completions")
-        async def completions(body: CompletionBody, request: HTTPRequest):
+        async def completions(body: CompletionBody, request: fastapi.Request):
             prompts = body.prompt
             if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
                 prompts = [prompts]
+            params = body.sampling()
+            self._admit(body, len(prompts) * (body.n or 1))
             if not all(prompts):
                 raise UserError("the prompt is empty: give it at least one character or token id")
             prompts = [await asyncio.to_thread(self.tokenizer.encode, one) if isinstance(one, str)
                        else one for one in prompts]
-            most = 16 if body.max_tokens is None else body.max_tokens
-            params = body.sampling(most, body.logprobs)
             return await self._answer(body, request, prompts, params, chat=False)
 
         @app.post("/v1/chat/completions")
-        async def chat_completions(body: ChatBody, request: HTTPRequest):
-            messages = [message.model_dump() for message in body.messages]
+        async def chat_completions(body: ChatBody, request: fastapi.Request):
+            self._admit(body, body.n or 1)
+            if body.top_logprobs and not body.logprobs:
+                raise UserError("top_logprobs needs logprobs = true")
+            messages = body.model_dump()["messages"]
             prompt = await asyncio.to_thread(self.tokenizer.chat, messages)
             room = max(1, self.engine.max_model_len - len(prompt))
-            asked = [most for most in (body.max_completion_tokens, body.max_tokens)
-                     if most is not None]
-            params = body.sampling(asked[0] if asked else room,
-                                   (body.top_logprobs or 0) if body.logprobs else None)
+            most = body.max_completion_tokens or body.max_tokens
+            params = body.sampling(max_tokens=room if most is None else most, logprobs=(
+                body.top_logprobs or 0) if body.logprobs else None)
             return await self._answer(body, request, [prompt], params, chat=True)
 
         return app
 
+    def _model(self, name):
+        if name != self.name:
+            raise Failure(404, f"no model {name!r:.80} here, only {self.name!r}", "model_not_found")
+        return {"id": self.name, "object": "model", "created": self.created,
+                "owned_by": "nanoshift", "max_model_len": self.engine.max_model_len}
+
+    def _admit(self, body, choices):
+        """Refuse what would wait too long, before it costs anything."""
+        self._model(body.model or self.name)
+        if self.engine.refusal:
+            raise Failure(503, self.engine.refusal)
+        most = self.engine.options.max_seqs + self.flags.max_waiting
+        if len(self.engine.outputs) + len(self.engine.inbox) + choices > most:
+            raise Failure(503 if choices <= most else 400, f"{choices} more would be too many: "
+                          f"{most} requests may run or wait", headers={"retry-after": "1"})
+
     async def _answer(self, body, request, prompts, params, chat):
         """Submit every choice of every prompt, all or none, and stream or collect their events."""
-        from fastapi.responses import JSONResponse, StreamingResponse
-        n = 1 if body.n is None else body.n
-        if body.model not in (None, self.name):
-            raise Failure(404, f"the model {body.model!r} does not exist; this server has "
-                               f"{self.name!r}", "model_not_found")
-        if not 1 <= n <= 128:
-            raise UserError(f"n = {n} must be between 1 and 128")
-        if self.engine.closing:
-            raise Failure(503, "the server is shutting down")
         for prompt in prompts:
             self.engine.admissible(prompt, params)
-        queue, seed = asyncio.Queue(), params.seed
-        outputs = [self.engine.submit(
-            prompt, params if seed is None else replace(params, seed=seed + choice),
-            index * n + choice, queue) for index, prompt in enumerate(prompts)
-            for choice in range(n)]
-        head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{os.urandom(12).hex()}",
-                "object": "chat.completion" if chat else "text_completion",
+        call, n, seed = asyncio.Queue(), body.n or 1, params.seed
+        call.name = f"{'chatcmpl' if chat else 'cmpl'}-{os.urandom(12).hex()}"
+        outputs = [self.engine.submit(prompt, params if seed is None else replace(
+            params, seed=seed + i % n), i, call) for i, prompt in enumerate(
+                prompt for prompt in prompts for _ in range(n))]
+        call.guard = asyncio.create_task(self._cancel_after(request, outputs))
+        head = {"id": call.name, "object": "chat.completion" if chat else "text_completion",
                 "created": int(time.time()), "model": self.name}
         prompt_tokens = sum(map(len, prompts))
         if body.stream:
-            usage = body.stream_options and body.stream_options.include_usage
-            return StreamingResponse(self._stream(head, outputs, queue, chat,
-                                                  prompt_tokens if usage else None),
-                                     media_type="text/event-stream")
-        collect = asyncio.create_task(self._collect(outputs, queue))
-        leave = asyncio.create_task(self._until_gone(request))
-        try:
-            await asyncio.wait({collect, leave}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._cancel(outputs)
-            leave.cancel()
-        if not collect.done():                               # nobody is there to answer
-            collect.cancel()
-            raise Failure(499, "the client has left")
-        collect.result()
-        choices = [self._choice(chat, output, output.text, output.samples, output.finish)
-                   for output in outputs]
-        usage = self._usage(prompt_tokens, outputs)
-        return JSONResponse({**head, "choices": choices, "usage": usage})
+            usage = (body.stream_options or {}).get("include_usage")
+            stream = self._stream(head, outputs, call, chat, prompt_tokens if usage else None)
+            return StreamingResponse(stream, media_type="text/event-stream")
+        async for _ in self._events(outputs, call):
+            pass
+        return JSONResponse({**head, "usage": self._usage(prompt_tokens, outputs), "choices": [
+            self._choice(chat, output, output.text, output.samples, output.finish)
+            for output in outputs]})
 
-    async def _stream(self, head, outputs, queue, chat, prompt_tokens):
+    async def _cancel_after(self, request, outputs):
+        """Forget what is unfinished when the answer has been sent, or its client has gone."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        for output in outputs:
+            if output.finish is None:
+                self.engine.cancel(output)
+
+    async def _stream(self, head, outputs, call, chat, prompt_tokens):
         """Server-sent events: a chunk for each step that has text, usage if asked for, [DONE]."""
         head = {**head, "object": "chat.completion.chunk" if chat else "text_completion"}
         pack = lambda **rest: f"data: {json.dumps({**head, **rest}, ensure_ascii=False)}\n\n"
@@ -915,7 +1021,7 @@ class Api:
                 for output in outputs:
                     yield pack(choices=[{"index": output.index, "finish_reason": None, "delta": {
                         "role": "assistant", "content": ""}}])
-            async for event in self._events(outputs, queue):
+            async for event in self._events(outputs, call):
                 if event.text or event.finish or event.output.params.logprobs is not None:
                     yield pack(choices=[self._choice(chat, *event, streaming=True)])
             if prompt_tokens is not None:
@@ -923,34 +1029,29 @@ class Api:
             yield "data: [DONE]\n\n"
         except Failure as error:                             # too late for a status: an error event
             yield f"data: {json.dumps(error.body)}\n\n"
-        finally:
-            self._cancel(outputs)
 
-    async def _events(self, outputs, queue):
+    async def _events(self, outputs, call):
         left = len(outputs)
         while left:
-            event = await queue.get()
-            if event.finish == "cancelled":
-                raise Failure(503, "the server is shutting down")
+            event = await call.get()
+            await asyncio.sleep(0)     # with many at hand, still hear that the client has gone
+            if event.finish in ("cancelled", "error"):
+                raise Failure(503, self.engine.refusal or "cancelled: its client does not read it")
             left -= event.finish is not None
             yield event
 
-    async def _collect(self, outputs, queue):
-        async for _ in self._events(outputs, queue):
-            pass
-
-    async def _until_gone(self, request):
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    def _cancel(self, outputs):
-        for output in outputs:
-            if output.finish is None:
-                self.engine.cancel(output)
-
     def dispatch(self, events):
+        """Hand a step's events to the calls that wait for them; in uvicorn's thread."""
         for event in events:
-            event.output.queue.put_nowait(event)
+            output = event.output
+            self.metrics.generation_tokens += len(event.samples)
+            if event.finish or output.queue.qsize() < 1024:
+                output.queue.put_nowait(event)
+            else:                                            # no memory for what nobody reads
+                self.engine.cancel(output)
+            line = event.finish and self.metrics.finished(output, event.finish)
+            if line and not self.flags.quiet:
+                print(line, flush=True)
 
     def _usage(self, prompt_tokens, outputs):
         completion = sum(len(output.tokens) for output in outputs)
@@ -958,11 +1059,9 @@ class Api:
                 "total_tokens": prompt_tokens + completion}
 
     def _choice(self, chat, output, text, samples, finish, streaming=False):
+        content, logprobs = {"text": text}, None
         if chat:
             content = {"delta" if streaming else "message": {"role": "assistant", "content": text}}
-        else:
-            content = {"text": text}
-        logprobs = None
         if output.params.logprobs is not None and chat:
             logprobs = self._chat_logprobs(samples)
         elif output.params.logprobs is not None:
@@ -993,6 +1092,19 @@ class Api:
 # main
 
 
+@dataclass(frozen=True)
+class Flags(Options):
+    """The command line: what the engine is told, and what the server is."""
+    nproc: int = option(None, "start this many ranks on this host (without torchrun)", least=1)
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "0: any free one", least=0, most=65535)
+    api_key: list = option(None, "ask for this key on every route but /health; repeatable")
+    max_waiting: int = option(1024, "requests that may wait for a seat; more get a 503", least=0)
+    grace: float = option(20, "seconds to finish running requests on SIGTERM", least=0, most=25)
+    step_timeout: float = option(60, "seconds until a collective is stuck, not slow", least=1)
+    quiet: bool = option(False, "no line in the log for each request")
+
+
 def parse(argv):
     """The command line; a mistake in it is a UserError, so that one rank can say it once."""
     class Parser(argparse.ArgumentParser):
@@ -1000,55 +1112,44 @@ def parse(argv):
             raise UserError(f"{message} (see --help)")
     parser = Parser(prog="serve.py", description="Serve a Llama with Shift Parallelism.",
                     allow_abbrev=False)
-    add = parser.add_argument
-    add("--nproc", type=int, help="start this many ranks on this host (without torchrun)")
-    for f in fields(Options):
-        kind = {"action": "store_true"} if f.type is bool else {"type": f.type}
-        add(f"--{f.name.replace('_', '-')}", default=f.default, help=f.metadata["help"], **kind)
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
-    add("--grace", type=float, default=20, help="seconds to finish running requests on SIGTERM")
-    args = parser.parse_args(argv)
-    if args.nproc is not None and args.nproc < 1:
-        raise UserError(f"--nproc {args.nproc} must be at least 1")
-    if not 0 <= args.port < 65536:
-        raise UserError(f"--port {args.port} must be between 0 and 65535")
-    options = Options(**{f.name: getattr(args, f.name) for f in fields(Options)})
-    return args, options
+    kinds = {bool: {"action": "store_true"}, list: {"action": "append"}}
+    for f in fields(Flags):
+        parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default,
+                            help=f.metadata["help"], **kinds.get(f.type, {"type": f.type}))
+    return Flags(**vars(parser.parse_args(argv)))
 
 
 def bind(host, port):
     """The server's socket, taken before the model is loaded: a port in use shows at once."""
     try:
-        family, *kind, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, *kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()              # of two that start at once both may bind, one may listen
-        return listener
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
     except OSError as e:
         raise UserError(f"--host {host} --port {port}: {e.strerror}; choose another") from None
 
 
-def serve(args, options):
+def serve(flags):
     """One rank's life, from joining the others to leaving; returns the exit code."""
     began = time.perf_counter()
     try:
         rank = connect()
-        control = Link("gloo")
-        with control.together():
-            listener = bind(args.host, args.port) if rank == 0 else None
-        engine = Engine(**vars(options))
+        with Link("gloo").together():
+            listener = bind(flags.host, flags.port) if rank == 0 else None
+        engine = Engine(**{f.name: getattr(flags, f.name) for f in fields(Options)})
 
         def stop(number, frame):       # once: finish what runs; twice: at once
-            engine.close(0 if engine.closing else args.grace)
+            engine.close(0 if engine.closing else flags.grace)
         # Only rank 0 decides about the end; the others hear of it in the next message.
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN if rank else stop)
-        if rank == 0:
-            finish = start_http(engine, args, listener, began)
-        engine.run()
-        if rank == 0:
+        ended = threading.Event()
+        finish = start_http(engine, flags, listener, began) if rank == 0 else lambda: None
+        threading.Thread(target=watch, args=(engine, flags, ended, finish), daemon=True).start()
+        try:
+            engine.run()
+        finally:                       # whatever ended it: no client waits for ever
+            ended.set()
+            engine.fail("the engine has ended: a rank is lost, or failed")
             finish()
     except UserError as e:
         return complain(e)
@@ -1057,6 +1158,24 @@ def serve(args, options):
         return 1
     dist.destroy_process_group()
     return 0
+
+
+def watch(engine, flags, ended, finish):
+    """A thread that ends this rank when it is stuck, not slow: in a slow step one collective
+    follows another. Rank 0 gives up first, as it can tell the clients. Turns are counted, not
+    seconds, since a machine may have been asleep."""
+    calls, turns, patience = 0, 0, flags.step_timeout / 0.5 * (1.25 if engine.rank else 1)
+    while turns < patience:
+        if ended.wait(0.5):
+            return
+        before, calls = calls, sum(count.calls for count in [*engine.link.counts.values()])
+        turns = turns + 1 if calls == before else 0
+    why = (f"stuck in step {engine.step_count}: no collective has returned for "
+           f"{flags.step_timeout:g} s (--step-timeout), so a rank hangs or is stopped")
+    print(f"serve.py: rank {engine.rank}: {why}", file=sys.stderr, flush=True)
+    engine.fail(why)
+    finish()
+    os._exit(1)
 
 
 def complain(error):
@@ -1071,11 +1190,11 @@ def complain(error):
     return 2
 
 
-def start_http(engine, args, listener, began):
+def start_http(engine, flags, listener, began):
     """Serve from a thread of its own; returns the function that ends it."""
     import uvicorn
-    name = args.model.rstrip("/").removeprefix(str(Path(__file__).parent) + "/")
-    api = Api(engine, name)
+    name = engine.options.model.rstrip("/").removeprefix(str(Path(__file__).parent) + "/")
+    api = Api(engine, name, flags)
     server = uvicorn.Server(uvicorn.Config(api.app(), log_level="warning", access_log=False))
 
     async def main():
@@ -1088,6 +1207,8 @@ def start_http(engine, args, listener, began):
     while thread.is_alive() and not server.started:
         time.sleep(0.01)
     host, port = listener.getsockname()[:2]
+    if not (flags.api_key or host.startswith("127.") or host == "::1"):
+        print(f"serve.py: warning: no --api-key, and {host} is public", file=sys.stderr, flush=True)
     print(f"nanoshift: {name}, {engine.link.size} ranks (sp {engine.layout.sp} x tp "
           f"{engine.layout.tp}), {engine.link.backend} link{engine.remark}, context "
           f"{engine.max_model_len}, {engine.num_blocks} KV blocks\n"
@@ -1102,12 +1223,12 @@ def start_http(engine, args, listener, began):
 
 def main(argv=None):
     try:
-        args, options = parse(argv)
+        flags = parse(argv)
     except UserError as e:
         return complain(e)
-    if args.nproc and "RANK" not in os.environ:
-        return launch(serve, args.nproc, args, options)
-    return serve(args, options)
+    if flags.nproc and "RANK" not in os.environ:
+        return launch(serve, flags.nproc, flags)
+    return serve(flags)
 
 
 if __name__ == "__main__":

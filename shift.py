@@ -413,7 +413,11 @@ def launch(function, ranks, *args):
                 child = waiting.pop(sentinel)
                 child.join()
                 code = code or child.exitcode
-        patience = time.monotonic() + 3 * (code > 0)     # after an error the others end themselves
+                if child.exitcode < 0 and -child.exitcode not in STOPS:
+                    print(f"rank {children.index(child)} was ended by "
+                          f"{signal.Signals(-child.exitcode).name}", file=sys.stderr, flush=True)
+        # After an error the others end themselves, and rank 0 tells its clients first.
+        patience = time.monotonic() + 3 * (-code not in (0, *STOPS))
         for child in waiting.values():
             child.join(max(0, patience - time.monotonic()))
             child.kill()

@@ -8,10 +8,12 @@ known here: what a stream or a batch says is held to what the same server says t
 alone, and after everything that is refused the server must still give the same greedy answer.
 """
 import asyncio
+import http.client
 import json
 import signal
 import time
 import unicodedata
+from contextlib import closing
 from types import SimpleNamespace
 
 import openai
@@ -19,7 +21,7 @@ import pytest
 
 from model import Config, RawTokens, Sample, SamplingParams, Tokenizer
 from serve import Api, ChatBody, CompletionBody, Failure, Output, UserError
-from server import ROOT, Server, events, needs_proc, wait_for
+from server import JSON, ROOT, Server, events, needs_proc, wait_for
 
 pytestmark = needs_proc
 
@@ -342,6 +344,26 @@ def test_eight_streams_at_once(server):
     assert ["".join(found) for found in together] == alone
 
 
+@ENDPOINTS
+def test_raw_response_and_async_client(client, server, chat):
+    """Holds with_raw_response to the same answer behind its headers, and the asynchronous client
+    to the text of the synchronous one, whole and streamed."""
+    plain = texts(create(client, chat), chat)
+    raw = (client.chat.completions if chat else client.completions).with_raw_response.create(
+        model=MODEL, max_tokens=LENGTH, temperature=0, extra_body={"ignore_eos": True},
+        **({"messages": MESSAGES} if chat else {"prompt": PROMPT}))
+    assert raw.headers["content-type"] == "application/json" and texts(raw.parse(), chat) == plain
+
+    async def both():
+        async with openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300,
+                http_client=openai.DefaultAsyncHttpxClient(trust_env=False)) as client:
+            whole = await create(client, chat)
+            stream = await create(client, chat, stream=True)
+            return texts(whole, chat), "".join(pieces([chunk async for chunk in stream], chat))
+    assert asyncio.run(both()) == (plain, plain[0])
+
+
 def test_client_sees_its_own_errors(client):
     """Holds the statuses to the exceptions that OpenAI's client makes of them."""
     with pytest.raises(openai.BadRequestError, match="max_tokens = 0") as bad:
@@ -359,6 +381,9 @@ def test_models_and_health(client, server):
     """Holds the list of models to the one that is served, with the name that requests may use."""
     [model] = client.models.list().data
     assert (model.id, model.object, model.max_model_len) == (MODEL, "model", 4096)
+    assert client.models.retrieve(MODEL) == model
+    with pytest.raises(openai.NotFoundError, match="gpt-nothing"):
+        client.models.retrieve("gpt-nothing")
     assert server.ask("/health") == (200, {"status": "ok"})
     status, reply = server.ask(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1})
     assert status == 200 and reply["model"] == MODEL, "no model named is this one"
@@ -374,7 +399,7 @@ CASES = {
     "empty ids": ({"prompt": [[]]}, "prompt"),
     "an empty one in a batch": ({"prompt": ["a", ""]}, "prompt"),
     "empty ids in a batch": ({"prompt": [[5], []]}, "prompt"),
-    "number for prompt": ({"prompt": 5}, "prompt"),
+    "number for prompt": ({"prompt": 5}, "prompt must be a text, a list of texts, a list of"),
     "object for prompt": ({"prompt": {"text": "a"}}, "prompt"),
     "mixed batch": ({"prompt": [5, "a"]}, "prompt"),
     "half an id": ({"prompt": [1.5]}, "prompt"),
@@ -402,9 +427,16 @@ CASES = {
     "fraction for n": ({"n": 1.5}, "n"),
     "logprobs 21": ({"logprobs": 21}, "logprobs = 21"),
     "logprobs negative": ({"logprobs": -1}, "logprobs = -1"),
-    "empty stop": ({"stop": ""}, "stop"),
+    "empty stop": ({"stop": ""}, "stop must be a text or a list"),
     "empty stop of several": ({"stop": ["a", ""]}, "stop"),
     "number for stop": ({"stop": 5}, "stop"),
+    "too many stops": ({"stop": ["a"] * 33}, "stop"),
+    "min_tokens above max_tokens": ({"min_tokens": 4}, "min_tokens = 4"),
+    "min_tokens negative": ({"min_tokens": -1}, "min_tokens = -1"),
+    "stop_token_ids out of range": ({"stop_token_ids": [4096]}, "4096"),
+    "number for stop_token_ids": ({"stop_token_ids": 5}, "stop_token_ids"),
+    "misspelt": ({"max_token": 4}, "max_token"),
+    "more than fits": ({"prompt": ["a"] * 1281}, "1281"),
     "text for seed": ({"seed": "a"}, "seed"),
     "text for stream": ({"stream": "yes"}, "stream"),
     "number for stream_options": ({"stream_options": 5}, "stream_options"),
@@ -412,12 +444,15 @@ CASES = {
 }
 UNSUPPORTED = {"echo": True, "best_of": 2, "suffix": "end", "frequency_penalty": 0.5,
                "presence_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"5": 1},
-               "tools": [{"type": "function"}], "response_format": {"type": "json_object"}}
+               "tools": [{"type": "function"}], "response_format": {"type": "json_object"},
+               "skip_special_tokens": False}
 DEFAULTS = {"echo": False, "best_of": 1, "suffix": None, "frequency_penalty": 0.0,
             "presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "tools": [],
             "response_format": {"type": "text"}, "n": None, "stop": None, "seed": None,
             "temperature": 0, "top_p": 1, "top_k": -1, "min_p": None, "stream": None,
-            "stream_options": None, "logprobs": None, "ignore_eos": True, "user": "somebody"}
+            "stream_options": None, "logprobs": None, "ignore_eos": True, "user": "somebody",
+            "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "min_tokens": 0,
+            "stop_token_ids": [], "nothing_known": None}
 CHAT_CASES = {
     "no messages": ({"messages": []}, "messages"),
     "null for messages": ({"messages": None}, "messages"),
@@ -428,9 +463,10 @@ CHAT_CASES = {
     "list for content": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
                          "content"),
     "number for a message": ({"messages": [5]}, "messages"),
-    "max_completion_tokens 0": ({"max_completion_tokens": 0}, "tokens = 0"),
+    "max_completion_tokens 0": ({"max_completion_tokens": 0}, "max_completion_tokens = 0"),
     "number for logprobs": ({"logprobs": 3}, "logprobs"),
-    "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, "logprobs = 21"),
+    "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs = 21"),
+    "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
 }
 
 
@@ -453,7 +489,44 @@ def test_unsupported_is_refused_not_ignored(server, answer, field):
     for path, body in ((COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})):
         error = refused(server, answer, path, {**body, field: UNSUPPORTED[field]})
         assert field in error["message"]
+    if not isinstance(UNSUPPORTED[field], list):
+        error = refused(server, answer, COMPLETIONS, {"prompt": PROMPT, field: [0]})
+        assert field in error["message"]
 
+
+@pytest.mark.parametrize("field", ["best_of", "repetition_penalty"])
+def test_unsupported_zero_is_not_the_default(server, answer, field):
+    """Holds 0 to a refusal where the default is 1. (What is false was once taken for it.)"""
+    assert field in refused(server, answer, COMPLETIONS, {"prompt": PROMPT, field: 0})["message"]
+
+
+def test_huge_values_are_not_said_back(server, answer):
+    """Holds the message about a huge value to a length that a person reads."""
+    huge = "x" * 100_000
+    for path, body, status in (
+            (COMPLETIONS, {"prompt": [5, huge]}, 400), (COMPLETIONS, {"prompt": {huge: 1}}, 400),
+            (COMPLETIONS, {"prompt": "a", "stop": [huge]}, 400),
+            (COMPLETIONS, {"prompt": "a", huge: 1}, 400),
+            (COMPLETIONS, {"prompt": "a", "model": huge}, 404),
+            (COMPLETIONS, {"prompt": "a", "max_tokens": 10 ** 4000}, 400),
+            (COMPLETIONS, {"prompt": [10 ** 4000]}, 400),
+            (CHAT, {"messages": [{"role": "user", "content": [huge]}]}, 400),
+            (f"/v1/{huge[:5000]}", {}, 404)):
+        error = refused(server, answer, path, body, status)
+        assert len(error["message"]) < 300, error["message"][:400]
+
+
+def test_body_beyond_the_limit(server, answer):
+    """Holds a body of more than 4 MiB to a 413, whether its length is said or not."""
+    large = b'{"prompt": "' + b"a" * (5 << 20) + b'"}'
+    assert "4194304" in refused(server, answer, COMPLETIONS, large, 413)["message"]
+    connection = http.client.HTTPConnection(server.address, timeout=60)
+    with closing(connection):
+        connection.request("POST", COMPLETIONS, iter([large]), JSON)         # in chunks
+        response = connection.getresponse()
+        assert response.status == 413
+        assert json.loads(response.read())["error"]["type"] == "invalid_request_error"
+    assert text_of(server.complete(PROMPT)) == answer
 
 @pytest.mark.parametrize("field, value, plain", [
     ("tool_choice", "required", "none"), ("functions", [{"name": "f"}], []),
@@ -479,6 +552,33 @@ def test_chat_length(server):
                    {"max_completion_tokens": 3, "max_tokens": 9}):
         status, reply = server.ask(CHAT, {"messages": MESSAGES, "ignore_eos": True, **fields})
         assert (status, reply["usage"]["completion_tokens"]) == (200, 3), (fields, reply)
+
+
+def test_stop_token_ids(server):
+    """Holds a token id that ends an answer to being no part of it, and min_tokens to its word: no
+    stop of any kind before it."""
+    status, reply = server.ask(COMPLETIONS, {"prompt": PROMPT, "max_tokens": LENGTH, "logprobs": 0,
+                                             "temperature": 0, "ignore_eos": True})
+    words, text = reply["choices"][0]["logprobs"]["tokens"], text_of(reply)
+    ids = Tokenizer(TINY, Config.read(TINY)).encode(text, bos=False)
+    assert len(ids) == len(words) == LENGTH, "the text is cut into the tokens that it was made of"
+    stop = ids[4]
+    first = ids.index(stop)
+    ended = server.complete(PROMPT, max_tokens=LENGTH, stop_token_ids=[stop])
+    assert text_of(ended) == "".join(words[:first])
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["usage"]["completion_tokens"] == first + 1
+    longer = server.complete(PROMPT, max_tokens=LENGTH, stop_token_ids=[stop], logprobs=0,
+                             min_tokens=first + 3)
+    assert longer["choices"][0]["logprobs"]["tokens"][first] != words[first], "it was drawn"
+    assert longer["usage"]["completion_tokens"] >= first + 3
+    assert text_of(longer).startswith("".join(words[:first]))
+    late = server.complete(PROMPT, max_tokens=LENGTH, stop=[words[0]], min_tokens=LENGTH)
+    assert (text_of(late), late["choices"][0]["finish_reason"]) == (text, "length")
+    eos = server.complete(PROMPT, max_tokens=400, min_tokens=400, ignore_eos=False)
+    assert eos["usage"]["completion_tokens"] == 400, "an end-of-text token came too early"
+    assert server.complete(PROMPT, max_tokens=400, ignore_eos=False)["usage"][
+        "completion_tokens"] < 400, "this text never ends, and shows nothing"
 
 
 def test_unknown_model(server, answer):
@@ -698,31 +798,35 @@ def test_client_that_leaves_the_queue(small):
 
 def test_null_is_the_default():
     """Holds a body of nulls to the sampling parameters of an empty one."""
-    nulls = {name: None for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "n",
+    nulls = {name: None for name in ("max_tokens", "min_tokens", "stop_token_ids",
+                                     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n",
                                      "stream", "ignore_eos", "echo", "logit_bias", "tools")}
-    plain = CompletionBody(prompt="a").sampling(16, None)
-    assert plain == CompletionBody(prompt="a", **nulls).sampling(16, None) == SamplingParams()
-    chat = ChatBody(messages=MESSAGES, **nulls).sampling(16, None)
+    plain = CompletionBody(prompt="a").sampling()
+    assert plain == CompletionBody(prompt="a", **nulls).sampling() == SamplingParams()
+    chat = ChatBody(messages=MESSAGES, **nulls).sampling()
     assert chat == plain
 
 
 def test_body_reaches_the_sampler():
     """Holds each field of a body to its sampling parameter, one stop string to a list of one."""
     body = CompletionBody(prompt="a", temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3,
-                          stop="end", ignore_eos=True)
-    assert body.sampling(5, 2) == SamplingParams(
-        max_tokens=5, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, stop=("end",),
+                          stop="end", ignore_eos=True, logprobs=2, max_tokens=5, min_tokens=4,
+                          stop_token_ids=[8])
+    assert body.sampling() == SamplingParams(
+        max_tokens=5, min_tokens=4, stop_token_ids=[8],
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, stop=("end",),
         ignore_eos=True, logprobs=2)
-    assert CompletionBody(prompt="a", stop=["x", "y"]).sampling(1, None).stop == ("x", "y")
+    assert CompletionBody(prompt="a", stop=["x", "y"]).sampling().stop == ("x", "y")
     for field, value in UNSUPPORTED.items():
         with pytest.raises(UserError, match=field):
-            CompletionBody(prompt="a", **{field: value}).sampling(1, None)
+            CompletionBody(prompt="a", **{field: value}).sampling()
 
 
-def asgi(app, path, body):
-    """One POST to the app itself, without a server; returns (status, answer)."""
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
-             "path": path, "raw_path": path.encode(), "query_string": b"", "scheme": "http",
+def asgi(app, path, body, method="POST"):
+    """One request to the app itself, without a server; returns (status, answer)."""
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1",
+             "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+             "scheme": "http",
              "headers": [(b"content-type", b"application/json")], "client": None, "server": None}
     request = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
     replies = []
@@ -747,10 +851,22 @@ def test_a_fault_of_ours_is_a_500_in_openais_format():
     """Holds an exception that nobody foresaw to OpenAI's format: its client reads nothing else."""
     def fault(*arguments):
         raise RuntimeError("a fault of ours")
-    engine = SimpleNamespace(tokenizer=RawTokens(Config()), closing=False, admissible=fault)
+    engine = SimpleNamespace(tokenizer=RawTokens(Config()), refusal=None, admissible=fault,
+                             outputs={}, inbox=[], max_model_len=9,
+                             options=SimpleNamespace(max_seqs=4))
     status, raw = asgi(Api(engine, "name").app(), COMPLETIONS, {"prompt": [1]})
     assert status == 500
     assert json.loads(raw)["error"]["type"] == "server_error", raw
+
+
+def test_health_is_that_of_the_last_step():
+    """Holds /health to a 200 only if a step or an idle tick has ended in the last few seconds."""
+    for age, refusal, status, said in ((0, None, 200, "ok"), (5, None, 200, "ok"),
+                                       (7, None, 503, "slow"), (0, "a reason", 503, "a reason")):
+        engine = SimpleNamespace(tokenizer=RawTokens(Config()), refusal=refusal, IDLE_TICK=2.0,
+                                 beat=time.monotonic() - age)
+        found, raw = asgi(Api(engine, "name").app(), "/health", None, "GET")
+        assert (found, json.loads(raw)) == (status, {"status": said})
 
 
 def test_failure_is_openais():
