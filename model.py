@@ -233,15 +233,17 @@ class RandomWeights:
 def shard_qkv(q, k, v, layout, rank, head_dim):
     """q (H*Dh, D), k and v (K*Dh, D) -> (sp, D, C), columns [q; k; v]; or biases -> (sp, C)."""
     parts = (q, layout.q_heads), (k, layout.kv_heads_of), (v, layout.kv_heads_of)
-    rows = torch.stack([torch.cat([w[heads(block).start * head_dim:heads(block).stop * head_dim]
-                                   for w, heads in parts]) for block in layout.shard(rank)])
+    rows = torch.cat([w[heads(block).start * head_dim:heads(block).stop * head_dim]
+                      for block in layout.shard(rank) for w, heads in parts])
+    rows = rows.unflatten(0, (layout.sp, -1))
     return rows.mT if q.dim() == 2 else rows
 
 
 def shard_gate_up(gate, up, layout, rank):
     """gate and up (F, D) -> (sp, D, 2f), columns [gate; up]."""
-    columns = [slice(block * layout.f, (block + 1) * layout.f) for block in layout.shard(rank)]
-    return torch.stack([torch.cat([gate[c], up[c]]) for c in columns]).mT
+    rows = torch.cat([w[block * layout.f:(block + 1) * layout.f]
+                      for block in layout.shard(rank) for w in (gate, up)])
+    return rows.unflatten(0, (layout.sp, -1)).mT
 
 
 def shard_columns(w, layout, rank, width):
