@@ -349,6 +349,7 @@ class Llama:
         """Run a step; returns the logits (rows, V) of `batch.rows` on rank 0, None elsewhere."""
         x = self.embed(batch, mode)
         x = self.run_layers(x, 0, self.config.layers, mode, batch)
+        self.link.mark("logits")
         return self.logits(x, batch.rows, mode, len(batch.token_ids))
 
     def embed(self, batch, mode):
@@ -363,7 +364,9 @@ class Llama:
         C, T, t = (h + 2 * k) * Dh, len(batch.token_ids), x.shape[0]
         slices = token_slices(T, sp)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]             # (T, 1, Dh)
-        for w, kv in list(zip(self.weights[mode.name], self.kv))[first:last]:
+        for i in range(first, last):
+            w, kv = self.weights[mode.name][i], self.kv[i]
+            link.mark(f"layer {i}")
             y = F.rms_norm(x, (D,), w.attention_norm, c.norm_eps)
             qkv = ops.matmul(y, w.qkv)                  # (t, D) @ (sp, D, C) -> (sp, t, C)
             if w.qkv_bias is not None:

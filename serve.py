@@ -30,22 +30,22 @@ import threading
 import time
 from array import array
 from collections import Counter, OrderedDict, deque, namedtuple
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import prometheus_client as prometheus
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field, create_model
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from kernels import NativeKernels, TorchKernels, why_not_native
 from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
                    Tokenizer, find_model, sample)
-from shift import (STOPS, Count, Layout, Link, LostRank, Switch, UserError, both_modes, connect,
+from shift import (STOPS, Layout, Link, LostRank, Switch, Trace, UserError, both_modes, connect,
                    cores, launch, split_ranks)
 
 # --------------------------------------------------------------------------------------------------
@@ -332,9 +332,11 @@ class Output:
 # Engine
 
 
-def option(default, help, choices=None, least=-math.inf, most=math.inf):
-    """A field of Options: its default, and what the command line and the checks make of it."""
-    return field(default=default, metadata={"help": help, "limits": (choices, least, most)})
+def option(default, help, choices=None, least=-math.inf, most=math.inf, bare=None):
+    """A field of Options: its default, and what the command line and the checks make of it.
+    bare: its value where the flag stands alone."""
+    return field(default=default, metadata={"help": help, "limits": (choices, least, most),
+                                            "bare": {"nargs": "?", "const": bare} if bare else {}})
 
 
 @dataclass(frozen=True)
@@ -356,7 +358,10 @@ class Options:
     max_seqs: int = option(256, "requests in a step", least=1)
     kv_blocks: int = option(None, "blocks in the KV pool; default: by memory", least=1)
     block_size: int = option(16, "tokens in a KV block", least=1)
-    explain: bool = option(False, "print a line for each step")
+    explain: int = option(0, "1: a line a step; 2: and one for each collective of its first layer",
+                          least=0, most=2, bare=1)
+    trace: str = option(None, "write a file for ui.perfetto.dev")
+    trace_steps: int = option(10_000, "steps in that file, at most", least=1)
     check: bool = option(False, "check invariants and compare the ranks in each step (slow)")
 
     def __post_init__(self):
@@ -370,6 +375,14 @@ class Options:
                 raise UserError(f"{name} {value} must be at least {least}{above}")
         if self.threshold != "auto" and not str(self.threshold).isdecimal():
             raise UserError(f"--threshold {self.threshold} must be auto or a number of tokens")
+
+
+# For --explain 2: the shapes in the legend's letters, and what it is for
+LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my heads"),
+          "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> my tokens, all heads"),
+          "o": ("(t, D)", "the sum of all ranks' heads"),
+          "mlp": ("(t, D)", "the sum of all ranks' MLP columns"),
+          "logits": ("", "rows to all ranks, their slices of the vocabulary to rank 0")}
 
 
 class ContextError(UserError):
@@ -434,10 +447,12 @@ class Engine:
         self._allocate_kv()
         self.scheduler = Scheduler(BlockManager(self.num_blocks, self.options.block_size),
                                    self.options.max_seqs, self.options.max_step_tokens)
-        self.switch = self._make_switch()
+        self.switch = self.first_switch = self._make_switch()
+        self.trace = Trace(self.link, self.options.trace, self.options.trace_steps)
         self.step_count, self.sampled, self.finished = 0, [], []
         self.outputs = {}              # id -> Output, alive; rank 0, the engine's thread only
         self.inbox, self.dropped, self.ids = [], [], itertools.count()
+        self.asks = []                 # [(what, value, Future)]: `ask`
         self.wake = threading.Condition()                    # guards inbox, ids, closing, deadline
         self.closing, self.deadline = False, None            # end when done; when to stop waiting
         self.refusal, self.beat = None, time.monotonic()     # why nothing is taken; the last turn
@@ -556,7 +571,10 @@ class Engine:
         """One turn, the same on every rank; False once there will be no more."""
         message = self.link.broadcast(self._next_message() if self.rank == 0 else None)
         self.scheduler.apply(message["sampled"], message["finished"], message["added"])
+        for what, value in message["asks"]:
+            self._answer(what, value)
         if message["stop"]:
+            self.trace.close()
             return False
         plan = self.scheduler.schedule()
         if self.options.check:
@@ -565,7 +583,7 @@ class Engine:
             self.link.barrier()                              # an idle tick: everybody is alive
             return True
         start = time.perf_counter()
-        before = {key: replace(count) for key, count in self.link.counts.items()}
+        self.link.log.clear()
         tokens = sum(count for _, count in plan)
         mode = self.shift if self.switch(tokens) == "shift" else self.base      # the switch
         batch, sampling = self._build(plan)
@@ -577,8 +595,7 @@ class Engine:
         self.step_tokens[mode.name] += tokens
         self.switches += self.mode not in (None, mode)
         self.mode = mode
-        if self.options.explain and self.rank == 0:
-            self._explain(plan, tokens, mode, before, time.perf_counter() - start)
+        self._record(plan, tokens, mode, start)
         return True
 
     def run(self):
@@ -629,19 +646,37 @@ class Engine:
         digests = self.link.gather(self.scheduler.digest())
         assert len(set(digests)) == 1, f"step {self.step_count}: the ranks disagree: {digests}"
 
-    def _explain(self, plan, tokens, mode, before, seconds):
-        decodes = sum(request.num_computed >= request.num_prompt for request, _ in plan)
-        sent = []
-        for (op, what), now in self.link.counts.items():
-            was = before.get((op, what), Count())
-            calls = now.calls - was.calls
-            if calls:
-                size = (now.bytes - was.bytes) / calls / 1024
-                sent.append(f"{what} {op} {calls} x {size:.1f} KB")
-        print(f"step {self.step_count:4} | {tokens:4} tokens: {tokens - decodes} prefill, "
-              f"{decodes} decode | {mode.name:5} sp {mode.sp} x tp {mode.tp}, "
-              f"{self.switch.reason(tokens)} | {seconds * 1000:.1f} ms | "
-              f"rank 0 sent {', '.join(sent) or 'nothing'}", flush=True)
+    def _record(self, plan, tokens, mode, start):
+        """Tell the trace of this step, and --explain's reader."""
+        end, calls = time.perf_counter(), [*self.link.log]
+        decode = sum(request.num_computed >= request.num_prompt for request, _ in plan)
+        summary = self.step_count, tokens, tokens - decode, decode, mode.name, (end - start) * 1e3
+        waiting, free = len(self.scheduler.waiting), self.scheduler.blocks.available
+        self.trace.step(summary, start, end, calls, {
+            "tokens": {"tokens": tokens, "threshold": self.switch.threshold or 0},
+            "waiting": {"requests": waiting}, "KV blocks": {"used": self.num_blocks - free}})
+        if self.options.explain and self.rank == 0:
+            self._explain(summary, mode, calls)
+
+    def _explain(self, summary, mode, calls):
+        number, tokens, prefill, decode, name, milliseconds = summary
+        groups = {}
+        for call in calls:
+            if call.op != "mark":
+                groups.setdefault((call.what, call.op), []).append(call)
+        sent = [f"{what} {op} {len(of)} x {sum(call.bytes for call in of) / len(of) / 1024:.1f} KB"
+                for (what, op), of in groups.items()]
+        emulated = ", emulated link" * bool(self.link.emulate)
+        print(f"step {number:4} | {tokens:4} tokens: {prefill} prefill, {decode} decode | "
+              f"{name:5} sp {mode.sp} x tp {mode.tp}, {self.switch.reason(tokens)} | "
+              f"{milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}",
+              flush=True)
+        for (what, op), (first, *others) in groups.items() if self.options.explain > 1 else ():
+            letters, purpose = LEGEND[what]
+            print(f"  {what:9} {op:10} {letters:26} {first.before} -> {first.after}, among "
+                  f"{len(first.group)} ranks, {first.bytes / 1024:.1f} KB sent, "
+                  f"{first.seconds * 1e6:.0f} us: {purpose}; {len(others)} more like it: "
+                  f"{sum(call.seconds for call in others) * 1e6:.0f} us", flush=True)
 
     # Rank 0: clients on one side, the message to all ranks on the other
 
@@ -673,6 +708,24 @@ class Engine:
             self.dropped.append(output)
             self.wake.notify()
 
+    def ask(self, what, value):
+        """Something that all ranks do between two steps (any thread); returns its Future result:
+        "threshold", N or "auto": the switch from now on; "collectives", a step: each rank's."""
+        with self.wake:
+            self.asks.append((what, value, Future()))
+            self.wake.notify()
+            return self.asks[-1][2]
+
+    def _answer(self, what, value):
+        if what == "threshold":
+            fixed = value != "auto"
+            self.switch = result = (Switch.at(value, self.options.max_step_tokens) if fixed
+                                    else self.first_switch)
+        else:
+            result = self.link.gather(self.trace.collectives(value))
+        if self.rank == 0:
+            self.asked.pop(0).set_result(result)
+
     def close(self, grace=None):
         """Finish what is queued, then end `run`; after `grace` seconds cancel what is left."""
         with self.wake:
@@ -690,10 +743,11 @@ class Engine:
         """What all ranks must know before the next step; waits here while nothing is to be done."""
         with self.wake:
             if not (self.outputs or self.finished):
-                self.wake.wait_for(lambda: self.inbox or self.closing, timeout=self.IDLE_TICK)
+                self.wake.wait_for(lambda: self.inbox or self.asks or self.closing,
+                                   timeout=self.IDLE_TICK)
             added = [output for output in self.inbox if output not in self.dropped]
             dropped = [output for output in dict.fromkeys(self.dropped) if output.finish is None]
-            self.inbox, self.dropped = [], []
+            asks, self.inbox, self.dropped, self.asks = self.asks, [], [], []
             if self.deadline is not None and time.monotonic() > self.deadline:
                 added, dropped = [], [*self.outputs.values(), *added]
         for output in dropped:
@@ -703,8 +757,10 @@ class Engine:
         if dropped:
             self.on_events([Event(output, "", [], output.finish) for output in dropped])
         self.outputs |= {output.id: output for output in added}
+        self.asked = [future for *_, future in asks]
         message = {"sampled": self.sampled, "finished": self.finished,
                    "added": [(output.id, output.prompt) for output in added],
+                   "asks": [ask[:2] for ask in asks],
                    "stop": self.closing and not self.outputs}
         self.sampled, self.finished = [], []
         return message
@@ -726,6 +782,7 @@ class Engine:
             if output.finish:
                 self.finished.append(output.id)
                 del self.outputs[output.id]
+                self.trace.request(output.id, output.arrived, output.last)
         self.on_events(events)
 
 
@@ -787,6 +844,10 @@ class ChatBody(Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class Threshold(BaseModel, strict=True):
+    threshold: Annotated[int, Field(ge=0, lt=2 ** 63)] | Literal["auto"]
 
 
 class Failure(HTTPException):
@@ -932,6 +993,28 @@ class Api:
             return Response(prometheus.generate_latest(self.metrics.registry),
                             media_type=prometheus.CONTENT_TYPE_LATEST)
 
+        @app.get("/", include_in_schema=False)
+        async def page():
+            return FileResponse(Path(__file__).parent / "assets" / "index.html")
+
+        @app.get("/steps")
+        async def steps():
+            return StreamingResponse(self._watch(), media_type="text/event-stream")
+
+        @app.get("/steps/{number}")
+        async def step(number: int):
+            ranks = await asyncio.wrap_future(self.engine.ask("collectives", number))
+            if not all(found is not None for found in ranks):
+                raise Failure(404, f"step {number!r:.40} is not kept: only the last ones are")
+            return {"step": number, "ranks": ranks}
+
+        @app.post("/threshold")
+        async def threshold(body: Threshold):
+            if self.flags.fixed_threshold:
+                raise Failure(403, "the server runs with --fixed-threshold")
+            switch = await asyncio.wrap_future(self.engine.ask("threshold", body.threshold))
+            return {"threshold": switch.threshold, "switch": str(switch)}
+
         @app.get("/v1/models")
         @app.get("/v1/models/{id:path}")
         async def models(id: str = ""):
@@ -964,6 +1047,32 @@ class Api:
             return await self._answer(body, request, [prompt], params, chat=True)
 
         return app
+
+    async def _watch(self):
+        """For the page: who owns what, then, ten times a second, the steps that are new."""
+        engine, seen = self.engine, 0
+        layout, scheduler, ranks = engine.layout, engine.scheduler, range(engine.layout.ranks)
+        blocks, last = [layout.block(rank) for rank in ranks], None
+        pack = lambda data: f"data: {json.dumps(data)}\n\n"
+        yield pack({"hello": {
+            "model": self.name, "ranks": layout.ranks, "sp": layout.sp, "tp": layout.tp,
+            "heads": layout.heads, "kv_heads": layout.kv_heads, "blocks": blocks,
+            "q_heads": [[*layout.q_heads(block)] for block in blocks],
+            "kv_heads_of": [[*layout.kv_heads_of(block)] for block in blocks],
+            "shards": [[*layout.shard(rank)] for rank in ranks],
+            "max_step_tokens": engine.options.max_step_tokens, "kv_blocks": engine.num_blocks,
+            "block_size": engine.options.block_size, "fixed": self.flags.fixed_threshold}})
+        while True:
+            new = [summary for summary, *_ in [*engine.trace.steps] if summary[0] > seen]
+            seen = new[-1][0] if new else seen
+            data = {"threshold": engine.switch.threshold, "switch": str(engine.switch),
+                    "waiting": len(scheduler.waiting), "running": len(scheduler.running), "kv": {
+                        "requests": {r.id: r.blocks for r in [*scheduler.running]},
+                        "cached": [*scheduler.blocks.cached]}}
+            if new or data != last:
+                yield pack({"steps": new, **data})
+            last = data
+            await asyncio.sleep(0.1)
 
     def _model(self, name):
         if name != self.name:
@@ -1103,6 +1212,7 @@ class Flags(Options):
     grace: float = option(20, "seconds to finish running requests on SIGTERM", least=0, most=25)
     step_timeout: float = option(60, "seconds until a collective is stuck, not slow", least=1)
     quiet: bool = option(False, "no line in the log for each request")
+    fixed_threshold: bool = option(False, "the page may not change the threshold")
 
 
 def parse(argv):
@@ -1115,7 +1225,8 @@ def parse(argv):
     kinds = {bool: {"action": "store_true"}, list: {"action": "append"}}
     for f in fields(Flags):
         parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default,
-                            help=f.metadata["help"], **kinds.get(f.type, {"type": f.type}))
+                            help=f.metadata["help"], **f.metadata["bare"],
+                            **kinds.get(f.type, {"type": f.type}))
     return Flags(**vars(parser.parse_args(argv)))
 
 

@@ -29,10 +29,11 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque, namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import connection, get_context
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -214,6 +215,9 @@ class TorchGroup:
         return values
 
 
+Call = namedtuple("Call", "op what group before after bytes start seconds")   # one collective
+
+
 @dataclass
 class Count:
     calls: int = 0
@@ -233,7 +237,7 @@ class Link:
 
     `counts[op, what]` sums calls, bytes sent to other ranks, and seconds. A ring all_reduce of n
     ranks counts 2(n-1)/n of its tensor, the others exactly what leaves this rank. On a GPU the
-    seconds are those of the launch; the work is asynchronous.
+    seconds are those of the launch; the work is asynchronous. `log` has the last calls, one by one.
     """
     HEADER, PACKET = 8, 16384          # bytes: a message's length; what one broadcast carries
 
@@ -243,7 +247,7 @@ class Link:
         self.rank = self.world_ranks.index(dist.get_rank())
         self.size = len(self.world_ranks)
         self.backend, self.device, self.emulate = backend, torch.device(device), emulate
-        self.counts = defaultdict(Count)
+        self.counts, self.log = defaultdict(Count), deque(maxlen=4096)
         self._groups = {}
         self._gloo = TorchGroup(self.world_ranks, "gloo") if self.size > 1 else Alone()
         self.everyone = self.group(range(self.size))
@@ -265,11 +269,11 @@ class Link:
             self._groups[ranks] = Group(ranks, index, carrier)
         return self._groups[ranks]
 
-    @contextmanager
-    def _counted(self, op, what, nbytes):
+    def _call(self, op, what, group, x, out, nbytes, function, *args):
+        """Every collective goes through here: to be timed, counted, and known to who traces."""
         start = time.perf_counter()
         try:
-            yield
+            result = function(*args)
         except RuntimeError as e:
             cause = str(e).split("] ", 1)[-1].split(". ")[0]     # without source file and advice
             raise LostRank(f"another rank is gone ({what} {op}: {cause})") from e
@@ -277,18 +281,25 @@ class Link:
         if self.emulate and what != "control":
             gigabits, microseconds = self.emulate
             least = microseconds * 1e-6 + nbytes * 8e-9 / gigabits
-            time.sleep(max(0, least - seconds))
-            seconds = max(least, seconds)
+            time.sleep(least)          # from the last rank's arrival, as data would travel
+            seconds += least
         count = self.counts[op, what]
         count.calls += 1
         count.bytes += nbytes
         count.seconds += seconds
+        if group:
+            self.log.append(Call(op, what, group.ranks, tuple(x.shape), tuple(out.shape), nbytes,
+                                 start, seconds))
+        return result
+
+    def mark(self, what):
+        """A point in time between the calls of `log`: where a layer begins."""
+        self.log.append(Call("mark", what, (), (), (), 0, time.perf_counter(), 0))
 
     def all_reduce(self, x, group, what):
         """Sum x over the group, in place, and return it."""
-        n = group.size
-        with self._counted("all_reduce", what, 2 * (n - 1) * x.nbytes // n):
-            group.carrier.all_reduce(x)
+        nbytes = 2 * (group.size - 1) * x.nbytes // group.size
+        self._call("all_reduce", what, group, x, x, nbytes, group.carrier.all_reduce, x)
         return x
 
     def all_to_all(self, x, send, receive, group, what):
@@ -299,8 +310,9 @@ class Link:
         """
         assert x.is_contiguous() and x.shape[0] == sum(send), f"{tuple(x.shape)} is not {send} rows"
         out = x.new_empty(sum(receive), *x.shape[1:])
-        with self._counted("all_to_all", what, x.nbytes - x[:send[group.index]].nbytes):
-            group.carrier.all_to_all(out, x, list(receive), list(send))
+        nbytes = x.nbytes - x[:send[group.index]].nbytes
+        self._call("all_to_all", what, group, x, out, nbytes, group.carrier.all_to_all, out, x,
+                   list(receive), list(send))
         return out
 
     def broadcast(self, message=None):
@@ -321,18 +333,17 @@ class Link:
 
     def _broadcast(self, buffer):
         sent = len(buffer) * (self.rank == 0 and self.size > 1)
-        with self._counted("broadcast", "control", sent):
-            self._control.broadcast(torch.frombuffer(buffer, dtype=torch.uint8))
+        self._call("broadcast", "control", None, None, None, sent, self._control.broadcast,
+                   torch.frombuffer(buffer, dtype=torch.uint8))
 
     def gather(self, value):
         """Every rank's value (any Python object), in rank order, on every rank. For start-up."""
-        with self._counted("all_gather", "control", 0):
-            return self._gloo.gather(value)
+        return self._call("all_gather", "control", None, None, None, 0, self._gloo.gather, value)
 
     def barrier(self):
         """Returns when every rank has come here: a real exchange, so it proves that all live."""
-        with self._counted("all_reduce", "control", 0):
-            self._control.all_reduce(torch.zeros(1))
+        self._call("all_reduce", "control", None, None, None, 0, self._control.all_reduce,
+                   torch.zeros(1))
 
     @contextmanager
     def together(self):
@@ -507,6 +518,98 @@ class Switch:
             weight = tokens / sizes[i] - 1
             table.append((1 - weight) * gain[i] + weight * gain[i + 1] >= 0)
         return cls(link.broadcast(table), f"measured up to {sizes[-1]} tokens")
+
+
+# --------------------------------------------------------------------------------------------------
+# What happened
+
+
+class Trace:
+    """The last steps of one rank, and, with a path, a file of the first `most` steps of all ranks.
+
+    The file is in Chrome's trace-event format (ui.perfetto.dev opens it): a process for each rank,
+    with lanes for steps, layers, compute and collectives. All ranks append to it, a whole step in
+    one write: if the server is killed, only the "]" at the end is missing. Their clocks are
+    compared at the start; the times in the file are rank 0's.
+    """
+    LANES = "steps", "layers", "compute", "collectives"
+
+    def __init__(self, link, path=None, most=10_000, keep=256):
+        self.link, self.left, self.file, self.events = link, most, None, []
+        self.steps = deque(maxlen=keep)                  # (summary, start, calls) of each
+        if path:
+            with link.together():
+                if link.rank == 0:
+                    Path(path).write_text("[\n")
+            self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
+            self.offset, error = self._compare_clocks()
+            self.event("M", 0, 0, "process_name", args={"name": f"rank {link.rank}"})
+            for lane, name in enumerate(self.LANES):
+                self.event("M", lane, 0, "thread_name", args={"name": name, "clock_error": error})
+
+    def _compare_clocks(self):
+        """(seconds to add to this rank's clock to have rank 0's, seconds that may be wrong)."""
+        found = []
+        for _ in range(21):
+            self.link.barrier()
+            times = self.link.gather(time.perf_counter())
+            found.append(times[0] - times[self.link.rank])
+        return sorted(found)[10], max(found) - min(found)
+
+    def event(self, kind, lane, start, name, **more):
+        if self.file is not None:
+            self.events.append({"ph": kind, "pid": self.link.rank, "tid": lane, "name": name,
+                                "ts": (start + self.offset) * 1e6, **more})
+
+    def span(self, lane, start, end, name, **args):
+        self.event("X", lane, start, name, dur=(end - start) * 1e6, args=args)
+
+    def request(self, id, start, end):
+        for kind, at in ("b", start), ("e", end):
+            self.event(kind, 0, at, f"request {id}", cat="request", id=id)
+
+    def step(self, summary, start, end, calls, counters):
+        """Keep a step. summary: (number, tokens, prefill, decode, mode, milliseconds)."""
+        self.steps.append((summary, start, calls))
+        if self.file is None:
+            return
+        number, tokens, _, _, mode, _ = summary
+        self.span(0, start, end, f"{mode} {tokens} tokens", step=number)
+        marks = [call for call in calls if call.op == "mark"]
+        for mark, after in zip(marks, [call.start for call in marks[1:]] + [end]):
+            self.span(1, mark.start, after, mark.what)
+        for call in calls:
+            if call.op != "mark":
+                self.span(2, start, call.start, "compute")
+                start = call.start + call.seconds
+                self.span(3, call.start, start, f"{call.what} {call.op}", step=number,
+                          group=call.group, before=call.before, after=call.after, bytes=call.bytes)
+        self.span(2, start, end, "compute")
+        for name, values in counters.items() if self.link.rank == 0 else ():
+            self.event("C", 0, end, name, args=values)
+        self.left -= 1
+        self.flush() if self.left else self.close()
+
+    def flush(self):
+        os.write(self.file, "".join(json.dumps(event) + ",\n" for event in self.events).encode())
+        self.events = []
+
+    def close(self):
+        """All ranks together: the end of the file."""
+        if self.file is not None:
+            self.flush()
+            self.link.barrier()
+            if self.link.rank == 0:
+                os.write(self.file, b'{"ph": "M", "pid": 0, "name": "end"}]\n')
+            os.close(self.file)
+            self.file = None
+
+    def collectives(self, number):
+        """A step's calls, for JSON; None if it is no longer kept."""
+        for summary, began, calls in self.steps:
+            if summary[0] == number:
+                return [{**call._asdict(), "start": round((call.start - began) * 1e6),
+                         "us": round(call.seconds * 1e6)} for call in calls if call.op != "mark"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -91,6 +91,9 @@ class NoLink:
     def group(self, ranks):
         return Group(tuple(ranks), list(ranks).index(self.rank), None)
 
+    def mark(self, what):
+        pass
+
 
 # --------------------------------------------------------------------------------------------------
 # Small models, in Hugging Face's layout
