@@ -135,7 +135,7 @@ def summary(calls, served, steps, slo):
                for label, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
             **{f"{name} mean": fmean(values) for name, values in times.items()},
             "tok/s": sum(s.prompt + s.output for s in served) / span,
-            "peak tok/s": max(peak.values()), "goodput req/s": good / span,
+            "peak tok/s": max(peak.values()) / min(1, span), "goodput req/s": good / span,
             "shift steps %": 100 * fmean(step.mode == "shift" for step in steps),
             "kv use %": 100 * max(step.kv for step in steps), "failed": len(calls) - len(served)}
 

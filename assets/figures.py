@@ -122,7 +122,7 @@ def paper(args, run):
                 rows[row] = {system: one[0][key] * unit for system, one in runs[workload].items()}
         return rows
     alone, counts = {"latency": 4, "batch": 512}, {"latency": 4, "batch": 512, "burst": 512}
-    ours = cells([], counts)
+    ours = cells({}, counts)
     print(f"simulated: {args.cluster}, {args.model}, {args.input} tokens in and {args.output} out, "
           f"at most {args.max_step_tokens} a step, {counts} requests\npublished: {theirs['source']}\n\n"
           f"{'simulated / published':28}" + "".join(f"{system:>18}" for system in args.systems))
@@ -170,9 +170,9 @@ def axes(title, columns=1, width=5.0):
     return figure, panels[0]
 
 
-def label(panel, x, y, legend=True, **scales):
-    panel.set_xlabel(x, fontsize=8)
-    panel.set_ylabel(y, fontsize=8)
+def label(panel, across, up, legend=True, **scales):
+    panel.set_xlabel(across, fontsize=8)
+    panel.set_ylabel(up, fontsize=8)
     for axis, scale in scales.items():
         getattr(panel, f"set_{axis}scale")(scale)
     if legend:
@@ -248,12 +248,12 @@ def crossing(data):
     return figure
 
 
-def sweep(data, what, x, xs, pick, y, **scales):
+def sweep(data, what, across, xs, pick, up, **scales):
     """A line for each system over xs; pick(summary) is the height. Returns (figure, CSV rows)."""
     figure, (panel,) = axes(head(data, what))
     for system in next(iter(data["runs"].values())):
         line(panel, system, xs, [pick(one[system][0]) for one in data["runs"].values()])
-    label(panel, x, y, **scales)
+    label(panel, across, up, **scales)
     return figure
 
 
