@@ -23,7 +23,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import random
 import re
 import sys
@@ -31,10 +30,10 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque, namedtuple
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from types import SimpleNamespace
 
 import torch
@@ -45,7 +44,8 @@ from shift import Layout, Link, LostRank, Switch, UserError, connect, cores, ele
 
 ASSETS = Path(__file__).parent / "assets"
 sys.path.append(str(ASSETS))
-import figures as report                                 # noqa: E402  (assets/figures.py)
+import figures as report                                 # noqa: E402
+import peers                                             # noqa: E402
 
 HARDWARE = json.loads((ASSETS / "hardware.json").read_text())
 
@@ -54,7 +54,7 @@ HARDWARE = json.loads((ASSETS / "hardware.json").read_text())
 
 Call = namedtuple("Call", "at prompt output hashes")     # seconds, tokens, tokens, prefix blocks
 Served = namedtuple("Served", "at first last prompt output")      # seconds, seconds, seconds, tokens
-Step = namedtuple("Step", "at tokens mode kv")           # seconds, -, -, share of the blocks in use
+Step = namedtuple("Step", "at seconds tokens mode kv")   # kv: share of the blocks in use
 HASHED = 512                                             # tokens that one id of `hashes` stands for
 LOADS = (0.2, 0.4, 0.6, 0.8, 1.0)                        # the rate sweep, as shares of the capacity
 
@@ -66,13 +66,12 @@ def read_trace(path, minutes, scale):
         with open(path) as file:
             mooncake = file.readline().startswith("{")
             file.seek(0)
+            names = (("timestamp", "input_length", "output_length") if mooncake else
+                     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
             for row in map(json.loads, file) if mooncake else csv.DictReader(file):
-                if mooncake:
-                    at, names = row["timestamp"] / 1000, ("input_length", "output_length")
-                else:
-                    at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-                    names = "ContextTokens", "GeneratedTokens"
-                lengths = (max(1, round(int(row[name]) * scale)) for name in names)
+                at, *lengths = (row[name] for name in names)
+                at = at / 1000 if mooncake else datetime.fromisoformat(at[:26]).timestamp()
+                lengths = (max(1, round(int(length) * scale)) for length in lengths)
                 calls.append(Call(at, *lengths, row.get("hash_ids", ())))
                 if at - calls[0].at >= minutes * 60:
                     calls.pop()
@@ -96,9 +95,12 @@ def prompt_of(call, number, vocab, scale):
     return tokens[:call.prompt]
 
 
-def make_calls(kind, args, capacity):
-    """[(name, calls, most outstanding at once or None)] of a workload. capacity(calls): tokens a
-    second that the best static layout serves if these come all at once."""
+def make_calls(kind, args, run):
+    """[(name, calls, most outstanding at once or None)] of a workload. What comes with time comes
+    at a share of the capacity: tokens a second of the best static layout, if all come at once.
+    run(system's name, calls) serves them."""
+    def capacity(calls):
+        return max(run(name, calls[:64])[0]["tok/s"] for name in ("tp", "sp"))
     if kind == "trace":
         calls = read_trace(args.trace, args.minutes, args.scale or 1)[:args.requests]
         if args.load:
@@ -121,39 +123,19 @@ def make_calls(kind, args, capacity):
     return [(kind, sorted(quiet + bursts), None)]
 
 
-def summary(calls, served, steps, slo):
-    """What a run came to. TTFT, TPOT and completion in ms; tokens in and out count alike."""
-    times = {"ttft": [(s.first - s.at) * 1e3 for s in served],
-             "tpot": [(s.last - s.first) / max(1, s.output - 1) * 1e3 for s in served],
-             "e2e": [(s.last - s.at) * 1e3 for s in served]}
-    span, peak = max(s.last for s in served) - min(s.at for s in served), Counter()
-    for step in steps:
-        peak[int(step.at)] += step.tokens
-    good = sum(ttft <= slo[0] and tpot <= slo[1] for ttft, tpot in zip(*list(times.values())[:2]))
-    return {**{f"{name} {label}": sorted(values)[int(q * (len(values) - 1))]
-               for name, values in times.items()
-               for label, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
-            **{f"{name} mean": fmean(values) for name, values in times.items()},
-            "tok/s": sum(s.prompt + s.output for s in served) / span,
-            "peak tok/s": max(peak.values()) / min(1, span), "goodput req/s": good / span,
-            "shift steps %": 100 * fmean(step.mode == "shift" for step in steps),
-            "kv use %": 100 * max(step.kv for step in steps), "failed": len(calls) - len(served)}
-
-
 System = namedtuple("System", "name sp tp mode")         # mode: tp, sp (pinned) or shift
 
 
 def parse_system(name, ranks, total):
     """tp, sp, shift over `ranks`; dp; a mixed layout 4x2 (sp x tp); shift4x2: it over that one.
     As many engines of it as fit into `total` ranks share the requests."""
-    plain = {"tp": (ranks, 1, "tp"), "sp": (ranks, 1, "sp"), "dp": (1, 1, "tp"),
-             "shift": (ranks, 1, "shift")}
     mixed = re.fullmatch(r"(shift)?([1-9]\d*)x([1-9]\d*)", name)
-    if name not in plain and not mixed:
-        raise UserError(f"--systems {name} is none of {', '.join(plain)}, 4x2, shift4x2")
-    sp, tp, mode = plain.get(name) or (int(mixed[2]), int(mixed[3]), mixed[1] or "sp")
-    if total % (sp * tp):
-        raise UserError(f"--systems {name}: {sp * tp} ranks do not divide {total}")
+    sp, tp, mode = ((int(mixed[2]), int(mixed[3]), mixed[1] or "sp") if mixed else
+                    {"tp": (ranks, 1, "tp"), "sp": (ranks, 1, "sp"), "dp": (1, 1, "tp"),
+                     "shift": (ranks, 1, "shift")}.get(name, (0, 0, None)))
+    if not sp or total % (sp * tp):
+        raise UserError(f"--systems {name} is none of tp, sp, dp, shift, 4x2, shift4x2, or its ranks "
+                        f"do not divide {total}")
     return System(name, sp, tp, mode)
 
 
@@ -181,7 +163,7 @@ class Cluster:
     name: str
     per_node: int                      # ranks that share the faster link
     nodes: int = 1
-    memory: float = math.inf           # bytes for weights and KV cache
+    memory: float = 1e11               # bytes for weights and KV cache
     flop_s: float = 0                  # a floating-point operation of a matrix product ...
     pair_s: float = 0                  # ... and of attention
     byte_s: float = 0                  # a byte of memory read or written
@@ -198,20 +180,18 @@ class Cluster:
     @classmethod
     def named(cls, text, model, changes=()):
         """h200x8, or h200x8x16: 16 nodes of 8; this:FILE is what `crossover --calibrate` wrote.
-        `changes` [(key, number)] replace measured values of hardware.json."""
+        `changes` (KEY=NUMBER) replace measured values of hardware.json."""
         if text.startswith("this:"):
-            try:
-                return cls(**json.loads(Path(text[5:]).read_text()))
-            except (OSError, ValueError, TypeError) as e:
-                raise UserError(f"--cluster {text}: {e}") from None
+            return cls(**report.read(text[5:]))
         found = re.fullmatch(rf"({'|'.join(HARDWARE['gpus'])})x(\d+)(?:x(\d+))?", text)
         known = {key: entry["value"] for key, entry in HARDWARE["measured"].items()}
         if not found or not int(found[2]) * int(found[3] or 1):
             raise UserError(f"--cluster {text} is not like h200x8, h200x8x16 or this:FILE; GPUs: "
                             f"{', '.join(HARDWARE['gpus'])}")
-        if not {key for key, _ in changes} <= known.keys():
-            raise UserError(f"--set knows {', '.join(known)}")
-        known.update(changes)
+        for key, _, value in (change.partition("=") for change in changes):
+            if key not in known or not re.fullmatch(r"[\d.]+(e-?\d+)?", value):
+                raise UserError(f"--set {key}={value} is not KEY=NUMBER with {', '.join(known)}")
+            known[key] = float(value)
         chip, us = HARDWARE["gpus"][found[1]], lambda key: known[f"{key}_us"] * 1e-6
         link = 1 / (chip["link"] * known["link"])
         return cls(text, int(found[2]), int(found[3] or 1),
@@ -239,13 +219,13 @@ class Cost:
     def blocks(self, block_size):
         """KV blocks beside the weights. The vocabulary's two tables are never quantized."""
         c, word = self.model.config, self.model.word
-        weights = (c.layers * self.layer / self.layout.tp * self.model.weight
-                   + c.vocab * c.dim * word * (1 + 1 / self.layout.ranks))
-        room = min(self.cluster.memory, 1e12) - weights
-        if room < self.cached * block_size:
+        weights = c.layers * self.layer / self.layout.tp * self.model.weight
+        weights += c.vocab * c.dim * word * (1 + 1 / self.layout.ranks)
+        blocks = int((self.cluster.memory - weights) / self.cached / block_size)
+        if blocks < 1:
             raise UserError(f"sp {self.layout.sp} x tp {self.layout.tp}: {weights / 1e9:.0f} GB of "
                             f"weights do not fit {self.cluster.name}; use a larger tp")
-        return int(room / self.cached / block_size)
+        return blocks
 
     def amounts(self, plan, mode, engines=1):
         """What the busiest rank does in a step. plan: [(tokens in the cache, tokens to compute)].
@@ -261,9 +241,8 @@ class Cost:
         # Read and written between the products: two norms with their residuals, then RoPE and SiLU;
         # with quantized weights also each product's input, once more, to make it small.
         touched = word * (8 * c.dim + (2 * (c.heads + c.kv_heads) * c.head_dim + 3 * c.ffn) / tp)
-        if self.model.weight < word:
-            inputs = 2 * c.dim + (c.heads * c.head_dim + c.ffn) / tp
-            touched += inputs * (word + self.model.weight)
+        touched += (self.model.weight < word) * (word + self.model.weight) * (
+            2 * c.dim + (c.heads * c.head_dim + c.ffn) / tp)
         sent = elements_sent(self.layout, P - 1, tokens, c.dim, c.head_dim)[mode]
         swapped = (sent["qkv all_to_all"] + sent["attention all_to_all"]) / 2
 
@@ -309,13 +288,12 @@ class Virtual:
 
     def __init__(self, system, cost, args):
         self.cost, self.clock, self.load, most = cost, 0.0, 0, args.max_step_tokens
-        if system.mode != "shift":
-            self.switch = Switch.at(most if system.mode == "tp" else -1, most)
-        elif args.threshold != "auto":
-            self.switch = Switch.at(int(args.threshold), most)
-        else:                                                # the link of one process
+        threshold = {"tp": most, "sp": -1}.get(system.mode, args.threshold)
+        if threshold == "auto":                              # with a link of one process
             alone = SimpleNamespace(broadcast=lambda x: x, gather=lambda x: [x])
             self.switch = Switch.measured(self._time_step, most, alone)
+        else:
+            self.switch = Switch.at(int(threshold), most)
         blocks = BlockManager(args.kv_blocks or cost.blocks(args.block_size), args.block_size)
         self.scheduler = Scheduler(blocks, args.max_seqs, most)
         self.sampled, self.finished, self.added, self.left = [], [], [], {}
@@ -346,11 +324,11 @@ class Virtual:
         self.sampled, self.added = [[0]] * len(got), []
         self.finished = [number for number in got if not self.left[number]]
         self.load -= len(self.finished)
-        return Step(start, tokens, mode, 1 - blocks.available / blocks.num_blocks), got
+        return Step(start, self.clock - start, tokens, mode, 1 - blocks.available / blocks.num_blocks), got
 
 
 def simulate(system, cluster, model, calls, window, args):
-    """Serve the calls on as many engines as the cluster holds; returns ([Served], [Step]).
+    """Serve the calls on as many engines as the cluster holds; (summary, [Served], [Step]).
 
     A call goes to the engine with the fewest outstanding, once it has come and `window` has room.
     """
@@ -382,65 +360,33 @@ def simulate(system, cluster, model, calls, window, args):
             last[number] = ended = engine.clock
     if not last:
         raise UserError(f"{system.name}: none of the requests fits the KV cache of {cluster.name}")
-    return [Served(came[i], first[i], last[i], *calls[i][1:3]) for i in last], steps
-
-
-def progress(done, total, what):
-    """A bar on a terminal's stderr."""
-    if sys.stderr.isatty():
-        print(f"\r[{'#' * (30 * done // total):30}] {done}/{total} {what:30}",
-              end="\n" * (done == total), file=sys.stderr, flush=True)
+    served = [Served(came[i], first[i], last[i], *calls[i][1:3]) for i in last]
+    return report.summary(calls, served, steps, args.slo), served, steps
 
 
 def simulated(args, model, cluster):
     """{workload: {system: (summary, [Served], [Step])}} of the command line's."""
-    sizes = cluster.per_node, cluster.per_node * cluster.nodes
-    systems, results = [parse_system(name, *sizes) for name in args.systems], {}
+    sizes, results = (cluster.per_node, cluster.per_node * cluster.nodes), {}
 
     def run(system, calls, window=None):
-        served, steps = simulate(system, cluster, model, calls, window, args)
-        return summary(calls, served, steps, args.slo), served, steps
-
-    def capacity(calls):
-        return args.capacity or max(run(parse_system(name, *sizes), calls[:64])[0]["tok/s"]
-                                    for name in ("tp", "sp"))
+        return simulate(parse_system(system, *sizes), cluster, model, calls, window, args)
     for kind in args.workload:
-        for name, calls, window in make_calls(kind, args, capacity):
+        for name, calls, window in make_calls(kind, args, run):
             results[name] = {}
-            for i, system in enumerate(systems):
-                progress(i, len(systems), f"{name}: {system.name}")
-                results[name][system.name] = run(system, calls, window)
-            progress(len(systems), len(systems), name)
+            for i, system in enumerate(args.systems):
+                results[name][system] = run(system, calls, window)
+                report.progress(i + 1, len(args.systems), f"{name}: {system}")
     return results
 
 
 def run_simulate(args):
     model = find_model(args.model)
     cluster = Cluster.named(args.cluster, model, args.set)
-    if args.paper:
-        args.max_step_tokens = 131072                        # as in the paper's artifact
-
-        def run(changes, workload, requests):
-            options = {key: value for key, value in changes.items() if hasattr(args, key)}
-            values = [(key, value) for key, value in changes.items() if key not in options]
-            changed = SimpleNamespace(**{**vars(args), **options, "workload": [workload],
-                                         "requests": requests})
-            return simulated(changed, model, Cluster.named(args.cluster, model, args.set + values))
-        return report.paper(args, run)
-    if args.against:                                         # what `compare --json` wrote
-        for name, systems in report.read(args.against)["runs"].items():
-            for system, (_, served, _) in systems.items():
-                calls = [Call(at, prompt, output, ()) for at, _, _, prompt, output in sorted(served)]
-                mine, _ = simulate(parse_system(system, cluster.per_node, cluster.per_node), cluster,
-                                   model, calls, 1 if name == "latency" else None, args)
-                real, ours = (fmean(s[2] - s[0] for s in runs) for runs in (served, mine))
-                print(f"{name}, {system}: mean completion {real * 1e3:.1f} ms measured, "
-                      f"{ours * 1e3:.1f} simulated, {ours / real - 1:+.1%}")
-        return
-    data = {"kind": "simulated", "title": f"{args.cluster}, {args.model}",
-            "runs": simulated(args, model, cluster)}
-    report.tables(data)
-    report.write(args, data)
+    if args.paper or args.against:
+        (report.paper if args.paper else report.against)(args, sys.modules[__name__], model, cluster)
+    else:
+        report.present(args, {"kind": "simulated", "title": f"{args.cluster}, {args.model}",
+                              "runs": simulated(args, model, cluster)})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -473,8 +419,8 @@ class Dealer:
             time.sleep(max(0.001, min(wait, 0.02)))
 
 
-def drive(engine, me, engines, calls, window, world, scale):
-    """Serve the calls with all engines of the world; returns ([Served], [Step]) on every rank."""
+def drive(engine, me, engines, calls, window, world, args):
+    """Serve the calls with all engines of the world; (summary, [Served], [Step]) on every rank."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(bytes(8 * (1 + 2 * engines)))
         file.flush()
@@ -484,7 +430,7 @@ def drive(engine, me, engines, calls, window, world, scale):
     blocks, now = engine.scheduler.blocks, lambda: time.perf_counter() - start
 
     def watched(tokens):
-        steps.append(Step(now(), tokens, switch(tokens), 1 - blocks.available / blocks.num_blocks))
+        steps.append(Step(now(), 0, tokens, switch(tokens), 1 - blocks.available / blocks.num_blocks))
         return steps[-1].mode
 
     def on_events(events):
@@ -499,7 +445,7 @@ def drive(engine, me, engines, calls, window, world, scale):
             engine.submit(prompts[number], SamplingParams(
                 max_tokens=calls[number].output, temperature=0, ignore_eos=True), queue=number)
         engine.close()
-    prompts = [prompt_of(call, i, engine.config.vocab, scale) for i, call in enumerate(calls)]
+    prompts = [prompt_of(call, i, engine.config.vocab, args.scale) for i, call in enumerate(calls)]
     engine.switch, engine.on_events = watched, on_events
     start = max(world.gather(time.perf_counter()))
     if engine.rank == 0:
@@ -508,18 +454,17 @@ def drive(engine, me, engines, calls, window, world, scale):
     engine.switch, engine.closing = switch, False
     served = [Served(came[i], first[i], last[i], *calls[i][1:3]) for i in last]
     both = zip(*world.gather((served, steps if engine.rank == 0 else [])))
-    return [list(itertools.chain(*of_ranks)) for of_ranks in both]
+    served, steps = (list(itertools.chain(*of_ranks)) for of_ranks in both)
+    return report.summary(calls, served, steps, args.slo), served, steps
 
 
-def make_engine(system, args, world, emulate, **options):
+def make_engine(system, args, world, emulate):
     """(this rank's engine of a system, which of how many engines it is)."""
-    ranks = system.sp * system.tp
-    me = world.rank // ranks
-    return Engine(range(me * ranks, (me + 1) * ranks), **{**dict(
-        model=args.model, sp=system.sp, tp=system.tp, mode=system.mode, link=args.link,
-        link_gbps=emulate[0], link_us=emulate[1], threshold=args.threshold,
-        max_step_tokens=args.max_step_tokens, max_seqs=args.max_seqs, kv_blocks=args.kv_blocks,
-        block_size=args.block_size), **options}), me, world.size // ranks
+    me, ranks = world.rank // (system.sp * system.tp), system.sp * system.tp
+    options = {name: getattr(args, name) for name in ENGINE}
+    options |= system._asdict() | dict(link_gbps=emulate[0], link_us=emulate[1])
+    options.pop("name")
+    return Engine(range(me * ranks, (me + 1) * ranks), **options), me, world.size // ranks
 
 
 def like(args, world, say):
@@ -533,15 +478,14 @@ def like(args, world, say):
         raise UserError("--like needs at least 2 ranks: one has nobody to talk to")
     cost = Cost(cluster, find_model(model), 1, cluster.per_node)
     engine, _, _ = make_engine(System("tp", P, 1, "tp"), args, world, (None, None))
-    points = []
+    calls, points = 2 * engine.config.layers, []
     for tokens in (1, min(1024, engine.max_model_len - 1)):
         parts = cost.parts([(0, tokens)], "shift")
         here = measured_step(engine, [(0, tokens)], "shift", args.repeats)["compute"]
-        share, calls = parts["all_reduce"] / parts["compute"], 2 * engine.config.layers
+        share = parts["all_reduce"] / parts["compute"]
         points.append((2 * (P - 1) / P * tokens * engine.config.dim * 4, share * here / calls))
-        say(f"like {args.like}, TP {cluster.per_node}, {tokens} tokens: all_reduce / compute = "
-            f"{parts['all_reduce'] * 1e3:.2f} / {parts['compute'] * 1e3:.2f} ms = {share:.2f}; here "
-            f"compute takes {here * 1e3:.2f} ms: each of {calls} all_reduces is to take "
+        say(f"{args.like}, TP, {tokens} tokens: all_reduce takes {share:.2f} of the compute time; "
+            f"here that is {here * 1e3:.2f} ms, so each all_reduce of {calls} is to take "
             f"{points[-1][1] * 1e6:.0f} us")
     (few, short), (many, long) = points
     byte_s = max((long - short) / (many - few), 1e-15)
@@ -550,8 +494,13 @@ def like(args, world, say):
     return emulate
 
 
+def label(args, world, emulate, shifting):
+    return {"kind": f"emulated {args.like or 'link'}" if any(emulate) else "measured",
+            "title": f"{world.size} ranks, {args.model}", "switch": str(shifting.switch)}
+
+
 def run_compare(args, world, say):
-    names = list(dict.fromkeys([*args.systems, "tp", "sp"]))
+    names = list(dict.fromkeys([*args.systems, "tp", "sp", "shift"]))
     systems = {name: parse_system(name, world.size, world.size) for name in names}
     emulate = like(args, world, say)
     engines = {name: make_engine(system, args, world, emulate) for name, system in systems.items()}
@@ -559,33 +508,20 @@ def run_compare(args, world, say):
     if "trace" in args.workload and not args.scale:          # by default so that the longest fits
         calls = read_trace(args.trace, args.minutes, 1)[:args.requests]
         args.scale = min(1, (longest - 2) / max(call.prompt + call.output for call in calls))
-    say(f"switch: {engines['shift'][0].switch}" if "shift" in engines else "no shift")
 
-    def run(name, calls, window=None):
-        served, steps = drive(*engines[name], calls, window, world, args.scale)
-        return summary(calls, served, steps, args.slo), served, steps
-
-    def capacity(calls):
-        return args.capacity or max(run(name, calls[:32])[0]["tok/s"] for name in ("tp", "sp"))
-    data = {"kind": f"emulated {args.like or 'link'}" if any(emulate) else "measured",
-            "title": f"{world.size} ranks, {args.model}", "runs": {}, "pairs": {}}
+    def run(system, calls, window=None):
+        return drive(*engines[system], calls, window, world, args)
+    data = {**label(args, world, emulate, engines["shift"][0]), "tries": {}}
     for kind in args.workload:
-        for name, calls, window in make_calls(kind, args, capacity):
-            tries = {system: [] for system in args.systems}
+        for name, calls, window in make_calls(kind, args, run):
+            data["tries"][name] = tries = {system: [] for system in args.systems}
             for i in range(args.repeats * len(tries)):       # interleaved: a slow minute hits all
                 system = args.systems[i % len(tries)]
-                if world.rank == 0:
-                    progress(i + 1, args.repeats * len(tries), f"{name}: {system}")
                 tries[system].append(run(system, calls, window))
-            data["runs"][name] = {system: ({key: median(one[0][key] for one in runs) for key in
-                                            runs[0][0]}, *runs[-1][1:])
-                                  for system, runs in tries.items()}
-            data["pairs"][name] = {system: [one[0] for one in runs]
-                                   for system, runs in tries.items()}
+                if world.rank == 0:
+                    report.progress(i + 1, args.repeats * len(tries), f"{name}: {system}")
     if world.rank == 0:
-        report.tables(data)
-        report.pairs(data)
-        report.write(args, data)
+        report.present(args, data)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -635,91 +571,19 @@ def run_crossover(args, world, say):
             rows.append({"layout": f"{sp}x{P // sp}", "tokens": tokens, "auto":
                          auto.switch(tokens), **measured_step(engine, plan, "base", args.repeats)})
     if world.rank == 0:
-        data = {"kind": f"emulated {args.like or 'link'}" if any(emulate) else "measured",
-                "title": f"{P} ranks, {args.model}", "switch": str(auto.switch), "steps": rows}
-        report.crossover(data, P)
-        report.write(args, data)
+        report.present(args, {**label(args, world, emulate, auto), "steps": rows})
     if args.calibrate:
-        calibrate(args, world, say, auto)
-
-
-def calibrate(args, world, say, engine):
-    """Fit a Cluster to pure prefill and pure decode steps; check it on mixed batches and other
-    contexts. Least squares of the relative error, over costs that must not be negative."""
-    P, model = world.size, Model(engine.config, 4, 4)
-    cluster = Cluster(f"this machine, {P} ranks", P, cores=cores(), overlap=False)
-    cost = Cost(cluster, model, P, 1)
-    pure = [[(0, n)] for n in (8, 64, 256, 1024)] + [
-        [(context, 1)] * n for n in (1, 4, 16, 64) for context in (32, 512)]
-    held_out = [[(context, 1)] * n + [(start, count)] for n, context in ((3, 200), (12, 900))
-                for start, count in ((0, 100), (0, 500), (300, 200))] + [[(1500, 1)] * 6]
-    pure, held_out = ([(plan, mode, measured_step(engine, plan, mode, args.repeats)["total"])
-                       for plan in plans for mode in ("base", "shift")] for plans in (pure, held_out))
-
-    def features(plan, mode):
-        x = cost.amounts(plan, mode)
-        return [x["crowd"] * x["flop"], x["crowd"] * x["pair"], x["crowd"] * (x["weight"] + x["byte"]),
-                model.config.layers, *(n for op in ("reduce", "exchange")
-                                       for n in (x[op][0], x[op][0] * x[op][1]))]
-    seconds = torch.tensor([[one] for *_, one in pure], dtype=torch.float64)
-    rows = torch.tensor([features(plan, mode) for plan, mode, _ in pure], dtype=torch.float64)
-    rows /= seconds
-    scale, used = rows.norm(dim=0).clamp(min=1e-30), list(range(rows.shape[1]))
-    while True:                                              # leave out the most negative one
-        found = torch.linalg.lstsq((rows / scale)[:, used], seconds / seconds).solution.flatten()
-        if found.min() >= 0:
-            break
-        used.pop(int(found.argmin()))
-    costs = torch.zeros(len(scale), dtype=torch.float64)
-    costs[used] = found / scale[used]
-    flop, pair, byte, layer, *ways = costs.tolist()
-    one, many = (overhead(engine, n) for n in (1, 16))
-    request = max(0.0, (many - one) / 15)
-    cluster = replace(cluster, flop_s=flop, pair_s=pair, byte_s=byte, layer_s=layer,
-                      reduce=(ways[:2],), exchange=(ways[2:],))
-    cost = Cost(cluster, model, P, 1)
-    errors = [median(abs(cost.seconds(plan, mode) / real - 1) for plan, mode, real in points)
-              for points in (pure, held_out)]
-    if world.rank == 0:
-        Path(args.calibrate).write_text(json.dumps(vars(replace(
-            cluster, request_s=request, step_s=max(0.0, one - request)))))
-    say(f"{args.calibrate}: median error of {len(pure)} pure steps {errors[0]:.1%}, of "
-        f"{len(held_out)} held-out ones (mixed batches, other contexts) {errors[1]:.1%}")
-
-
-def overhead(engine, batch):
-    """Seconds of a decode step outside the forward pass: schedule, messages, sampling."""
-    forward, inside = engine.model.forward, []
-
-    def timed_forward(*args):
-        start = time.perf_counter()
-        logits = forward(*args)
-        inside.append(time.perf_counter() - start)
-        return logits
-    engine.model.forward = timed_forward
-    params = SamplingParams(max_tokens=33, temperature=0, ignore_eos=True)
-    start = time.perf_counter()
-    engine.generate([[1] * 8] * batch, params)
-    whole = (time.perf_counter() - start - sum(inside)) / len(inside)
-    engine.model.forward = forward
-    return engine.link.broadcast(whole)
+        import calibrate
+        calibrate.calibrate(args, world, say, auto, sys.modules[__name__])
 
 
 # --------------------------------------------------------------------------------------------------
 # main
 
 
-def machine():
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":")[1].strip() for line in lines if "model name" in line), name)
-    command = " ".join(["python bench.py", *sys.argv[1:]])
-    return f"{cores()} cores, {name}, torch {torch.__version__}: {command}"
-
-
-WORKLOADS = ("latency", "batch", "burst", "rate", "trace")
 WORLD = {"compare": run_compare, "crossover": run_crossover}             # on ranks of their own
+ENGINE = ("model", "threshold", "link", "link_gbps", "link_us", "max_step_tokens", "max_seqs",
+          "kv_blocks", "block_size")
 
 
 def parse(argv):
@@ -727,86 +591,74 @@ def parse(argv):
     class Parser(argparse.ArgumentParser):
         def error(self, message):
             raise UserError(f"{message} (see --help)")
-
-    def least(kind, smallest):
-        def number(text):
-            if not kind(text) >= smallest:
-                raise ValueError
-            return kind(text)
-        number.__name__ = f"number, at least {smallest}:"
-        return number
-
-    def change(text):
-        key, value = text.split("=")
-        return key, float(value)
-    count, share = least(int, 1), least(float, 1e-9)
     parser = Parser(description="Measured and simulated comparisons.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("crossover", "compare", "simulate", "figures", "peers", "prefill", "link"):
+    for name in ("peers", "prefill", "link"):
+        peers.add_flags(commands.add_parser(name, allow_abbrev=False).add_argument)
+    for name in ("crossover", "compare", "simulate", "figures"):
         add = commands.add_parser(name, allow_abbrev=False).add_argument
-        if name in ("peers", "prefill", "link"):
-            import peers
-            add("--model", default=peers.SMALL, help="a random: model")
-            add("--ranks", type=count, nargs="+", default=[1, 2])
-            add("--mode", default="shift", help="shift, tp or sp")
-            add("--quick", action="store_true", help="the first row only")
-            add("--repeats", type=count, default=3)
-            continue
-        virtual = name in ("simulate", "figures")
-        add("--model", default="llama-70b-fp8" if virtual else Options.model)
+        big = name in ("simulate", "figures")
+        for f in fields(Options):
+            if f.name in ENGINE:
+                add(f"--{f.name.replace('_', '-')}", type=f.type, help=f.metadata["help"], default=(
+                    {"model": "llama-70b-fp8", "max_step_tokens": 8192} if big else {}).get(
+                    f.name, f.default))
         add("--systems", nargs="+", default=["tp", "dp", "sp", "shift"], help="also 4x2, shift4x2")
-        add("--workload", nargs="+", default=["latency", "batch", "burst"], choices=WORKLOADS)
+        add("--workload", nargs="+", default=["latency", "batch", "burst"],
+            choices=["latency", "batch", "burst", "rate", "trace"])
         add("--trace", metavar="FILE", help="Azure CSV or Mooncake JSONL")
-        add("--minutes", type=share, default=15, help="of the trace")
-        add("--scale", type=share, help="factor on a trace's lengths; compare: so that they fit")
-        add("--load", type=share, default=None if virtual else 0.7, help="share of the best static "
+        add("--minutes", type=float, default=15, help="of the trace")
+        add("--scale", type=float, help="factor on a trace's lengths; compare: so that they fit")
+        add("--load", type=float, default=None if big else 0.7, help="share of the best static "
             "layout's capacity at which a trace comes; simulate: as it came")
-        add("--capacity", type=share, help="tokens a second, instead of finding it out")
-        add("--requests", type=count, help="at most; without a trace 64")
-        add("--input", type=count, default=4000 if virtual else 256, help="tokens")
-        add("--output", type=count, default=250 if virtual else 32, help="tokens")
-        add("--slo", type=share, nargs=2, default=[2000, 100], help="TTFT and TPOT, ms")
-        add("--threshold", default="auto")
-        add("--max-step-tokens", type=count, default=8192 if virtual else 2048)
-        add("--max-seqs", type=count, default=256)
-        add("--kv-blocks", type=count)
-        add("--block-size", type=count, default=16)
-        add("--json", metavar="FILE")
+        add("--requests", type=int, help="at most; without a trace 64")
+        add("--input", type=int, default=4000 if big else 256, help="tokens")
+        add("--output", type=int, default=250 if big else 32, help="tokens")
+        add("--slo", type=float, nargs=2, default=[2000, 100], help="TTFT and TPOT, ms")
+        add("--json", metavar="FILE", help="all results")
         add("--plot", metavar="FILE", help="a PNG")
-        add("--nproc", type=count, default=8, help="ranks to start (without torchrun)")
-        add("--repeats", type=count, default=3)
-        add("--link", default="auto")
-        add("--link-gbps", type=share)
-        add("--link-us", type=share)
+        add("--nproc", type=int, default=8, help="ranks to start, without torchrun")
+        add("--repeats", type=int, default=3)
         add("--like", metavar="CLUSTER:MODEL", help="emulate, such as h200x8:llama-70b-fp8")
-        add("--tokens", type=count, default=4096, help="crossover: the largest step")
+        add("--tokens", type=int, default=4096, help="crossover: the largest step")
         add("--calibrate", metavar="FILE", help="crossover: fit the cost model")
         add("--cluster", default="h200x8", help="GPUs of a node, nodes; or this:FILE")
-        add("--set", type=change, nargs="+", default=[], metavar="KEY=NUMBER")
-        add("--prefix-cache", action="store_true", help="share the prefixes that hash_ids name")
-        add("--paper", action="store_true", help="the published cells, and ours")
+        add("--set", nargs="+", default=[], metavar="KEY=NUMBER", help="instead of hardware.json's")
+        add("--prefix-cache", action="store_true", help="simulate: share what hash_ids name")
+        add("--paper", action="store_true", help="simulate: the published cells, and ours")
         add("--against", metavar="FILE", help="simulate what compare --json measured")
         add("--out", default="figures", help="figures: the directory")
         add("--measured", nargs="+", default=[], help="figures: files of --json to draw as well")
     args = parser.parse_args(argv)
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and not value > 0:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be more than 0")
     if "trace" in getattr(args, "workload", ()) and not args.trace:
         raise UserError("--workload trace needs --trace FILE")
     return args
 
 
 def in_rank(args):
-    """compare or crossover on one rank; returns the exit code. Rank 0 speaks."""
-    first = os.environ.get("RANK", "0") == "0"
+    """compare or crossover, on one rank."""
     try:
         connect()
-        WORLD[args.command](args, Link("gloo"), print if first else lambda *text: None)
+        WORLD[args.command](args, Link("gloo"), print if first_rank() else lambda *text: None)
     except (UserError, LostRank) as e:
-        if first:
-            print(f"bench.py: {e}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(1)                                    # rank 0 is to speak before all end
-        return 2 if isinstance(e, UserError) else 1
+        return complain(e)
     return 0
+
+
+def first_rank():
+    return os.environ.get("RANK", "0") == "0"
+
+
+def complain(error):
+    """Say it once, from rank 0, before any rank ends; returns the exit code."""
+    if first_rank():
+        print(f"bench.py: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1)
+    return 2 if isinstance(error, UserError) else 1
 
 
 def main(argv=None):
@@ -814,18 +666,16 @@ def main(argv=None):
         args = parse(argv)
         if args.command in WORLD:
             return in_rank(args) if "RANK" in os.environ else launch(in_rank, args.nproc, args)
-        print(machine())
+        print(report.machine())
         if args.command == "simulate":
             run_simulate(args)
         elif args.command == "figures":
             report.make(args, sys.modules[__name__])
         else:
-            import peers
             getattr(peers, args.command)(args)
+        return 0
     except UserError as e:
-        print(f"bench.py: {e}", file=sys.stderr)
-        return 2
-    return 0
+        return complain(e)
 
 
 if __name__ == "__main__":

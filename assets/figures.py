@@ -10,9 +10,16 @@ import csv
 import itertools
 import json
 import math
+import platform
+import sys
+from collections import Counter
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from types import SimpleNamespace
+
+import torch
+
+from shift import UserError, cores
 
 HARDWARE = json.loads((Path(__file__).parent / "hardware.json").read_text())
 LABELS = ("mean", "p50", "p90", "p99")
@@ -26,19 +33,66 @@ MARKS = {"tp": "o", "dp": "s", "sp": "^", "shift": "D"}
 
 
 # --------------------------------------------------------------------------------------------------
+# Metrics
+
+
+def summary(calls, served, steps, slo):
+    """What a run came to. TTFT, TPOT and completion in ms; tokens in and out count alike."""
+    times = {"ttft": [(s.first - s.at) * 1e3 for s in served],
+             "tpot": [(s.last - s.first) / max(1, s.output - 1) * 1e3 for s in served],
+             "e2e": [(s.last - s.at) * 1e3 for s in served]}
+    span, peak = max(s.last for s in served) - min(s.at for s in served), Counter()
+    for step in steps:                                       # a long step is spread over its seconds
+        parts = max(1, round(step.seconds))
+        peak.update({int(step.at) + i: step.tokens / parts for i in range(parts)})
+    good = sum(ttft <= slo[0] and tpot <= slo[1] for ttft, tpot in zip(*list(times.values())[:2]))
+    return {**{f"{name} {label}": sorted(values)[int(q * (len(values) - 1))]
+               for name, values in times.items()
+               for label, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))},
+            **{f"{name} mean": fmean(values) for name, values in times.items()},
+            "tok/s": sum(s.prompt + s.output for s in served) / span,
+            "peak tok/s": max(peak.values()) / min(1, span), "goodput req/s": good / span,
+            "shift steps %": 100 * fmean(step.mode == "shift" for step in steps),
+            "kv use %": 100 * max(step.kv for step in steps), "failed": len(calls) - len(served)}
+
+
+# --------------------------------------------------------------------------------------------------
 # Tables and files
 
 
+def machine():
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":")[1].strip() for line in lines if "model name" in line), name)
+    command = " ".join(["python bench.py", *sys.argv[1:]])
+    return f"{cores()} cores, {name}, torch {torch.__version__}: {command}"
+
+
+def progress(done, total, what):
+    """A bar on a terminal's stderr."""
+    if sys.stderr.isatty():
+        print(f"\r[{'#' * (30 * done // total):30}] {done}/{total} {what:30}",
+              end="\n" * (done == total), file=sys.stderr, flush=True)
+
+
 def read(path):
-    from shift import UserError
     try:
         return json.loads(Path(path).read_text())
     except (OSError, ValueError) as e:
         raise UserError(f"{path}: {getattr(e, 'strerror', None) or e}") from None
 
 
-def write(args, data):
-    """What --json and --plot ask for."""
+def present(args, data):
+    """Print what was measured or simulated, and do what --json and --plot ask for."""
+    if data["kind"] != "simulated":
+        print(f"{machine()}\nshift: {data['switch']}")
+    if "steps" in data:
+        crossover(data)
+    else:
+        data = medians(data) if "tries" in data else data
+        tables(data)
+        pairs(data)
     if args.json:
         Path(args.json).write_text(json.dumps(data))
     if args.plot:
@@ -56,10 +110,21 @@ def tables(data):
             print(f"{row + unit:20}" + "".join(f"{one[0][row]:12.4g}" for one in systems.values()))
 
 
+def medians(data):
+    """Of compare's tries: "runs" with the median of each number (requests and steps are those of the
+    last try), "pairs" with the numbers of all."""
+    runs = {workload: {system: ({key: median(one[0][key] for one in tries) for key in tries[0][0]},
+                                *tries[-1][1:]) for system, tries in systems.items()}
+            for workload, systems in data["tries"].items()}
+    pairs = {workload: {system: [one[0] for one in tries] for system, tries in systems.items()}
+             for workload, systems in data.pop("tries").items()}
+    return {**data, "runs": runs, "pairs": pairs}
+
+
 def pairs(data):
     """Each shifting system against the best static one (DP apart), in the workload's own metric:
     the median of the interleaved pairs' ratios, and the least and the greatest of them."""
-    for workload, systems in data["pairs"].items():
+    for workload, systems in data.get("pairs", {}).items():
         own = {"latency": "tpot mean", "batch": "tok/s"}.get(workload, "e2e mean")
         sign = 1 if own == "tok/s" else -1                   # a time is better if it is shorter
         values = {name: [one[own] for one in tries] for name, tries in systems.items()}
@@ -72,8 +137,9 @@ def pairs(data):
                   f"{len(ratios)} pairs (more than 1 is better)")
 
 
-def crossover(data, ranks):
+def crossover(data):
     """Step times by layout and part, and what auto's choice cost at each size."""
+    ranks = max(int(row["layout"].split("x")[0]) for row in data["steps"])
     print(f"\n{data['kind']}: {data['title']}, ms\n{'tokens':>8}{'sp x tp':>9}" + "".join(
         f"{part:>12}" for part in PARTS))
     total = {}
@@ -81,7 +147,6 @@ def crossover(data, ranks):
         total[row["tokens"], row["layout"]] = row["total"]
         print(f"{row['tokens']:8}{row['layout']:>9}" + "".join(
             f"{row[part] * 1e3:12.2f}" for part in PARTS))
-    print(f"auto: {data['switch']}")
     tp, sp, before = f"1x{ranks}", f"{ranks}x1", None
     for row in data["steps"]:
         tokens, chosen = row["tokens"], tp if row["auto"] == "shift" else sp
@@ -103,18 +168,36 @@ def published_ratios(ours):
             if {a, b} <= ours[row].keys()}
 
 
-def paper(args, run):
-    """The published cells beside ours, as ratios too, and what each assumption does to them.
-    run(changes of hardware.json or of the command line, workload, requests) simulates."""
+def against(args, bench, model, cluster):
+    """Simulate the very calls that `compare --json` served, and compare their completion."""
+    for name, systems in read(args.against)["runs"].items():
+        for system, (_, served, _) in systems.items():
+            calls = [bench.Call(at, prompt, output, ()) for at, _, _, prompt, output in
+                     sorted(served)]
+            _, mine, _ = bench.simulate(
+                bench.parse_system(system, cluster.per_node, cluster.per_node), cluster, model,
+                calls, 1 if name == "latency" else None, args)
+            real, ours = (fmean(one[2] - one[0] for one in runs) for runs in (served, mine))
+            print(f"{name}, {system}: mean completion {real * 1e3:.1f} ms measured, "
+                  f"{ours * 1e3:.1f} simulated, {ours / real - 1:+.1%}")
+
+
+def paper(args, bench, model, cluster):
+    """The published cells beside ours, as ratios too, and what each assumption does to them."""
+    args.max_step_tokens = 131072                            # as in the paper's artifact
     theirs, what = HARDWARE["published"], {
         "TTFT, ms": ("ttft p50", 1), "TPOT, ms": ("tpot p50", 1), "thousand tok/s": ("tok/s", 1e-3),
         "median TTFT, ms": ("ttft p50", 1), "median TPOT, ms": ("tpot p50", 1),
         "peak thousand tok/s": ("peak tok/s", 1e-3)}
 
     def cells(changes, workloads):
-        runs = {workload: run(changes, workload, args.requests or count)[workload]
-                for workload, count in workloads.items()}
-        rows = {}
+        options = {key: value for key, value in changes.items() if hasattr(args, key)}
+        settings = [f"{key}={value}" for key, value in changes.items() if key not in options]
+        changed, runs, rows = bench.Cluster.named(args.cluster, model, args.set + settings), {}, {}
+        for workload, count in workloads.items():
+            runs |= bench.simulated(SimpleNamespace(**{
+                **vars(args), **options, "workload": [workload],
+                "requests": args.requests or count}), model, changed)
         for row in theirs:
             workload, _, name = row.partition(": ")
             if workload in runs:
@@ -123,7 +206,7 @@ def paper(args, run):
         return rows
     alone, counts = {"latency": 4, "batch": 512}, {"latency": 4, "batch": 512, "burst": 512}
     ours = cells({}, counts)
-    print(f"simulated: {args.cluster}, {args.model}, {args.input} tokens in and {args.output} out, "
+    print(f"simulated: {cluster.name}, {args.model}, {args.input} tokens in and {args.output} out, "
           f"at most {args.max_step_tokens} a step, {counts} requests\npublished: {theirs['source']}\n\n"
           f"{'simulated / published':28}" + "".join(f"{system:>18}" for system in args.systems))
     for row, values in ours.items():
@@ -210,8 +293,8 @@ def time_line(data, workload=None, system=None):
     steps = data["runs"][workload][system][2]
     figure, (panel,) = axes(head(data, f"{workload}: steps of {system} over time"), width=6)
     for mode, name in (("shift", "tp"), ("base", "sp")):
-        chosen = [step for step in steps if step[2] == mode]
-        panel.scatter([step[0] for step in chosen], [step[1] for step in chosen], s=6,
+        chosen = [step for step in steps if step[3] == mode]
+        panel.scatter([step[0] for step in chosen], [step[2] for step in chosen], s=6,
                       color=COLOURS[name], marker=MARKS[name], label=f"{mode} mode")
     label(panel, "time, s", "tokens in the step", y="log")
     return figure
@@ -309,7 +392,7 @@ def make(args, bench):
     keep("a-trade-off", trade_off(data), csv_rows(data))
     data = run(workload=["burst"])
     keep("b-burst", time_line(data), [
-        {"kind": data["kind"], "system": system, "at s": step[0], "tokens": step[1], "mode": step[2]}
+        {"kind": data["kind"], "system": system, "at s": step[0], "tokens": step[2], "mode": step[3]}
         for system, one in data["runs"]["burst"].items() for step in one[2][::10]])
     if args.trace:
         data = run(workload=["trace"])

@@ -28,6 +28,14 @@ THIN = "random:dim=576,layers=30,heads=9,kv_heads=3,ffn=1536,vocab=49152"
 ROWS = ((1, 128, 64), (32, 128, 64), (8, 1024, 16))          # (batch, tokens in, tokens out)
 
 
+def add_flags(add):
+    add("--model", default=SMALL, help="a random: model")
+    add("--ranks", type=int, nargs="+", default=[1, 2])
+    add("--mode", default="shift", help="shift, tp or sp")
+    add("--quick", action="store_true", help="the first row only")
+    add("--repeats", type=int, default=3)
+
+
 def timed(function, repeats):
     """Seconds of each of `repeats` calls, after one that does not count."""
     function()

@@ -1,0 +1,78 @@
+"""calibrate.py: the costs of this machine, for `bench.py simulate --cluster this:FILE`.
+
+    python bench.py crossover --nproc 8 --calibrate FILE
+
+It knows how to fit costs to step times; it does not know what a step does (bench.Cost counts that).
+"""
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from serve import SamplingParams
+from shift import cores
+
+
+def calibrate(args, world, say, engine, bench):
+    """Fit a Cluster to pure prefill and pure decode steps; check it on mixed batches and other
+    contexts. Least squares of the relative error, over costs that must not be negative."""
+    P, model = world.size, bench.Model(engine.config, 4, 4)
+    cluster = bench.Cluster(f"this machine, {P} ranks", P, cores=cores(), overlap=False)
+    cost = bench.Cost(cluster, model, P, 1)
+    pure = [[(0, n)] for n in (8, 64, 256, 1024)] + [
+        [(context, 1)] * n for n in (1, 4, 16, 64) for context in (32, 512)]
+    held_out = [[(context, 1)] * n + [(start, count)] for n, context in ((3, 200), (12, 900))
+                for start, count in ((0, 100), (0, 500), (300, 200))] + [[(1500, 1)] * 6]
+    pure, held_out = ([(plan, mode, bench.measured_step(engine, plan, mode, args.repeats)["total"])
+                       for plan in plans for mode in ("base", "shift")] for plans in (pure, held_out))
+
+    def features(plan, mode):
+        x = cost.amounts(plan, mode)
+        return [x["crowd"] * x["flop"], x["crowd"] * x["pair"], x["crowd"] * (x["weight"] + x["byte"]),
+                model.config.layers, *(n for op in ("reduce", "exchange")
+                                       for n in (x[op][0], x[op][0] * x[op][1]))]
+    seconds = torch.tensor([[one] for *_, one in pure], dtype=torch.float64)
+    rows = torch.tensor([features(plan, mode) for plan, mode, _ in pure], dtype=torch.float64)
+    rows /= seconds
+    scale, used = rows.norm(dim=0).clamp(min=1e-30), list(range(rows.shape[1]))
+    while True:                                              # leave out the most negative one
+        found = torch.linalg.lstsq((rows / scale)[:, used], seconds / seconds).solution.flatten()
+        if found.min() >= 0:
+            break
+        used.pop(int(found.argmin()))
+    costs = torch.zeros(len(scale), dtype=torch.float64)
+    costs[used] = found / scale[used]
+    flop, pair, byte, layer, *ways = costs.tolist()
+    one, many = (overhead(engine, n) for n in (1, 16))
+    request = max(0.0, (many - one) / 15)
+    cluster = replace(cluster, flop_s=flop, pair_s=pair, byte_s=byte, layer_s=layer,
+                      reduce=(ways[:2],), exchange=(ways[2:],))
+    cost = bench.Cost(cluster, model, P, 1)
+    errors = [median(abs(cost.seconds(plan, mode) / real - 1) for plan, mode, real in points)
+              for points in (pure, held_out)]
+    if world.rank == 0:
+        Path(args.calibrate).write_text(json.dumps(vars(replace(
+            cluster, request_s=request, step_s=max(0.0, one - request)))))
+    say(f"{args.calibrate}: median error of {len(pure)} pure steps {errors[0]:.1%}, of "
+        f"{len(held_out)} held-out ones (mixed batches, other contexts) {errors[1]:.1%}")
+
+
+def overhead(engine, batch):
+    """Seconds of a decode step outside the forward pass: schedule, messages, sampling."""
+    forward, inside = engine.model.forward, []
+
+    def timed_forward(*args):
+        start = time.perf_counter()
+        logits = forward(*args)
+        inside.append(time.perf_counter() - start)
+        return logits
+    engine.model.forward = timed_forward
+    params = SamplingParams(max_tokens=33, temperature=0, ignore_eos=True)
+    start = time.perf_counter()
+    engine.generate([[1] * 8] * batch, params)
+    whole = (time.perf_counter() - start - sum(inside)) / len(inside)
+    engine.model.forward = forward
+    return engine.link.broadcast(whole)
