@@ -21,9 +21,7 @@ import csv
 import fcntl
 import itertools
 import json
-import math
 import os
-import random
 import re
 import sys
 import tempfile
@@ -34,7 +32,6 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
 import torch
 
@@ -42,20 +39,18 @@ from model import Config
 from serve import BlockManager, Engine, Options, Request, SamplingParams, Scheduler
 from shift import Layout, Link, LostRank, Switch, UserError, connect, cores, elements_sent, launch
 
-ASSETS = Path(__file__).parent / "assets"
-sys.path.append(str(ASSETS))
+sys.path.append(str(Path(__file__).parent / "assets"))
 import figures as report                                 # noqa: E402
 import peers                                             # noqa: E402
 
-HARDWARE = json.loads((ASSETS / "hardware.json").read_text())
+HARDWARE = report.HARDWARE                               # assets/hardware.json
 
 # --------------------------------------------------------------------------------------------------
 # Traffic: requests as lengths and arrival times
 
 Call = namedtuple("Call", "at prompt output hashes")     # seconds, tokens, tokens, prefix blocks
-Served = namedtuple("Served", "at first last prompt output")      # seconds, seconds, seconds, tokens
-Step = namedtuple("Step", "at seconds tokens mode kv")   # kv: share of the blocks in use
-HASHED = 512                                             # tokens that one id of `hashes` stands for
+Served = namedtuple("Served", "at first last prompt output")      # three times, two lengths
+Step = namedtuple("Step", "at seconds tokens mode free") # free: share of the KV blocks
 LOADS = (0.2, 0.4, 0.6, 0.8, 1.0)                        # the rate sweep, as shares of the capacity
 
 
@@ -73,21 +68,18 @@ def read_trace(path, minutes, scale):
                 at = at / 1000 if mooncake else datetime.fromisoformat(at[:26]).timestamp()
                 lengths = (max(1, round(int(length) * scale)) for length in lengths)
                 calls.append(Call(at, *lengths, row.get("hash_ids", ())))
-                if at - calls[0].at >= minutes * 60:
-                    calls.pop()
-                    break
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"--trace {path}: {getattr(e, 'strerror', None) or repr(e)}; it must be an "
                         f"Azure CSV or a Mooncake JSONL file") from None
     if not calls:
-        raise UserError(f"--trace {path}: no request in its first {minutes} minutes")
-    return [call._replace(at=call.at - calls[0].at) for call in calls]
+        raise UserError(f"--trace {path} holds no request")
+    calls = [call._replace(at=call.at - calls[0].at) for call in calls]
+    return [call for call in calls if call.at < minutes * 60]
 
 
 def prompt_of(call, number, vocab, scale):
-    """Token ids: those that its prefix blocks' ids stand for, the same in every request, then its
-    own."""
-    tokens, block = [], max(1, round(HASHED * (scale or 1)))
+    """Token ids: 512 for each prefix block's id, the same in every request, then its own."""
+    tokens, block = [], max(1, round(512 * (scale or 1)))
     for seed, size in [*((name, block) for name in call.hashes), (2 ** 40 + number, call.prompt)]:
         if len(tokens) < call.prompt:
             draw = torch.Generator().manual_seed(seed)
@@ -100,7 +92,8 @@ def make_calls(kind, args, run):
     at a share of the capacity: tokens a second of the best static layout, if all come at once.
     run(system's name, calls) serves them."""
     def capacity(calls):
-        return max(run(name, calls[:64])[0]["tok/s"] for name in ("tp", "sp"))
+        static = [name for name in args.systems if "shift" not in name and name != "dp"] or ["tp"]
+        return max(run(name, calls[:64])[0]["tok/s"] for name in static)
     if kind == "trace":
         calls = read_trace(args.trace, args.minutes, args.scale or 1)[:args.requests]
         if args.load:
@@ -111,11 +104,11 @@ def make_calls(kind, args, run):
     calls = [Call(0.0, args.input, args.output, ())] * (args.requests or 64)
     if kind in ("latency", "batch"):
         return [(kind, calls, 1 if kind == "latency" else None)]
-    rate, draw = capacity(calls) / (args.input + args.output), random.Random(0)
+    rate, draw = capacity(calls) / (args.input + args.output), torch.Generator().manual_seed(0)
 
     def poisson(share, count):
-        times = itertools.accumulate(draw.expovariate(rate * share) for _ in range(count))
-        return [calls[0]._replace(at=at) for at in times]
+        gaps = torch.empty(count).exponential_(rate * share, generator=draw)
+        return [calls[0]._replace(at=at) for at in gaps.cumsum(0).tolist()]
     if kind == "rate":
         return [(f"rate {load:.0%}", poisson(load, len(calls)), None) for load in LOADS]
     quiet = poisson(0.25, -(-len(calls) // 2))               # and four bursts, together as many
@@ -123,7 +116,7 @@ def make_calls(kind, args, run):
     return [(kind, sorted(quiet + bursts), None)]
 
 
-System = namedtuple("System", "name sp tp mode")         # mode: tp, sp (pinned) or shift
+System = namedtuple("System", "sp tp mode")              # mode: tp, sp (pinned) or shift
 
 
 def parse_system(name, ranks, total):
@@ -134,9 +127,9 @@ def parse_system(name, ranks, total):
                     {"tp": (ranks, 1, "tp"), "sp": (ranks, 1, "sp"), "dp": (1, 1, "tp"),
                      "shift": (ranks, 1, "shift")}.get(name, (0, 0, None)))
     if not sp or total % (sp * tp):
-        raise UserError(f"--systems {name} is none of tp, sp, dp, shift, 4x2, shift4x2, or its ranks "
-                        f"do not divide {total}")
-    return System(name, sp, tp, mode)
+        raise UserError(f"--systems {name} is none of tp, sp, dp, shift, 4x2, shift4x2, or its "
+                        f"ranks do not divide {total}")
+    return System(sp, tp, mode)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,7 +143,7 @@ def find_model(name):
     preset = re.fullmatch(rf"({'|'.join(HARDWARE['models'])})(-fp8|-bf16)?", name)
     if preset:
         return Model(Config(**HARDWARE["models"][preset[1]]), 1 if preset[2] == "-fp8" else 2, 2)
-    if not name.startswith("random:") and not Path(name).is_dir():
+    if not name.startswith("random:") and not Path(name or "none").is_dir():
         raise UserError(f"--model {name} is no directory, no random:..., and none of "
                         f"{', '.join(HARDWARE['models'])} with -fp8 or -bf16")
     random_one = name.startswith("random:")
@@ -174,7 +167,7 @@ class Cluster:
     reduce: tuple = ((0, 0),)          # (seconds a call, seconds a byte) of each way to do it
     exchange: tuple = ((0, 0),)
     node: tuple = (0, 0)               # the same, of the link between nodes
-    cores: float = math.inf            # ranks that compute at the same time
+    cores: float = float("inf")        # ranks that compute at the same time
     overlap: bool = True               # a product hides the reading of its weights
 
     @classmethod
@@ -290,7 +283,7 @@ class Virtual:
         self.cost, self.clock, self.load, most = cost, 0.0, 0, args.max_step_tokens
         threshold = {"tp": most, "sp": -1}.get(system.mode, args.threshold)
         if threshold == "auto":                              # with a link of one process
-            alone = SimpleNamespace(broadcast=lambda x: x, gather=lambda x: [x])
+            alone = argparse.Namespace(broadcast=lambda x: x, gather=lambda x: [x])
             self.switch = Switch.measured(self._time_step, most, alone)
         else:
             self.switch = Switch.at(int(threshold), most)
@@ -324,7 +317,8 @@ class Virtual:
         self.sampled, self.added = [[0]] * len(got), []
         self.finished = [number for number in got if not self.left[number]]
         self.load -= len(self.finished)
-        return Step(start, self.clock - start, tokens, mode, 1 - blocks.available / blocks.num_blocks), got
+        took, free = self.clock - start, blocks.available / blocks.num_blocks
+        return Step(start, took, tokens, mode, free), got
 
 
 def simulate(system, cluster, model, calls, window, args):
@@ -358,8 +352,6 @@ def simulate(system, cluster, model, calls, window, args):
         for number in got:
             first.setdefault(number, engine.clock)
             last[number] = ended = engine.clock
-    if not last:
-        raise UserError(f"{system.name}: none of the requests fits the KV cache of {cluster.name}")
     served = [Served(came[i], first[i], last[i], *calls[i][1:3]) for i in last]
     return report.summary(calls, served, steps, args.slo), served, steps
 
@@ -383,7 +375,8 @@ def run_simulate(args):
     model = find_model(args.model)
     cluster = Cluster.named(args.cluster, model, args.set)
     if args.paper or args.against:
-        (report.paper if args.paper else report.against)(args, sys.modules[__name__], model, cluster)
+        compared = report.paper if args.paper else report.against
+        compared(args, sys.modules[__name__], model, cluster)
     else:
         report.present(args, {"kind": "simulated", "title": f"{args.cluster}, {args.model}",
                               "runs": simulated(args, model, cluster)})
@@ -409,8 +402,8 @@ class Dealer:
             number, loads = int(self.next), self.taken - self.done
             more = number < len(calls)
             wait = calls[number].at + start - time.perf_counter() if more else 0
-            room = not window or loads.sum() < window
-            mine = more and wait <= 0 and bool(room and loads[self.me] == loads.min())
+            mine = more and wait <= 0 and bool((not window or loads.sum() < window)
+                                               and loads[self.me] == loads.min())
             self.next += mine
             self.taken[self.me] += mine
             fcntl.flock(self.lock, fcntl.LOCK_UN)
@@ -422,15 +415,14 @@ class Dealer:
 def drive(engine, me, engines, calls, window, world, args):
     """Serve the calls with all engines of the world; (summary, [Served], [Step]) on every rank."""
     with tempfile.NamedTemporaryFile() as file:
-        file.write(bytes(8 * (1 + 2 * engines)))
-        file.flush()
+        Path(file.name).write_bytes(bytes(8 * (1 + 2 * engines)))
         dealer = Dealer(world.gather(file.name)[0], me, engines)
         world.barrier()
     came, first, last, steps, switch = {}, {}, {}, [], engine.switch
     blocks, now = engine.scheduler.blocks, lambda: time.perf_counter() - start
 
     def watched(tokens):
-        steps.append(Step(now(), 0, tokens, switch(tokens), 1 - blocks.available / blocks.num_blocks))
+        steps.append(Step(now(), 0, tokens, switch(tokens), blocks.available / blocks.num_blocks))
         return steps[-1].mode
 
     def on_events(events):
@@ -442,8 +434,11 @@ def drive(engine, me, engines, calls, window, world, args):
     def feed():
         while (number := dealer.claim(calls, window, start)) is not None:
             came[number] = now() if window else calls[number].at
-            engine.submit(prompts[number], SamplingParams(
-                max_tokens=calls[number].output, temperature=0, ignore_eos=True), queue=number)
+            params = SamplingParams(max_tokens=calls[number].output, temperature=0, ignore_eos=True)
+            try:
+                engine.submit(prompts[number], params, queue=number)
+            except UserError:                                # too long: it fails
+                dealer.taken[me] -= 1
         engine.close()
     prompts = [prompt_of(call, i, engine.config.vocab, args.scale) for i, call in enumerate(calls)]
     engine.switch, engine.on_events = watched, on_events
@@ -461,9 +456,8 @@ def drive(engine, me, engines, calls, window, world, args):
 def make_engine(system, args, world, emulate):
     """(this rank's engine of a system, which of how many engines it is)."""
     me, ranks = world.rank // (system.sp * system.tp), system.sp * system.tp
-    options = {name: getattr(args, name) for name in ENGINE}
-    options |= system._asdict() | dict(link_gbps=emulate[0], link_us=emulate[1])
-    options.pop("name")
+    options = {f.name: getattr(args, f.name) for f in fields(Options) if hasattr(args, f.name)}
+    options |= {**system._asdict(), "link_gbps": emulate[0], "link_us": emulate[1]}
     return Engine(range(me * ranks, (me + 1) * ranks), **options), me, world.size // ranks
 
 
@@ -477,7 +471,7 @@ def like(args, world, say):
     if P == 1:
         raise UserError("--like needs at least 2 ranks: one has nobody to talk to")
     cost = Cost(cluster, find_model(model), 1, cluster.per_node)
-    engine, _, _ = make_engine(System("tp", P, 1, "tp"), args, world, (None, None))
+    engine, _, _ = make_engine(System(P, 1, "tp"), args, world, (None, None))
     calls, points = 2 * engine.config.layers, []
     for tokens in (1, min(1024, engine.max_model_len - 1)):
         parts = cost.parts([(0, tokens)], "shift")
@@ -494,16 +488,10 @@ def like(args, world, say):
     return emulate
 
 
-def label(args, world, emulate, shifting):
-    return {"kind": f"emulated {args.like or 'link'}" if any(emulate) else "measured",
-            "title": f"{world.size} ranks, {args.model}", "switch": str(shifting.switch)}
-
-
 def run_compare(args, world, say):
-    names = list(dict.fromkeys([*args.systems, "tp", "sp", "shift"]))
-    systems = {name: parse_system(name, world.size, world.size) for name in names}
     emulate = like(args, world, say)
-    engines = {name: make_engine(system, args, world, emulate) for name, system in systems.items()}
+    engines = {name: make_engine(parse_system(name, world.size, world.size), args, world, emulate)
+               for name in dict.fromkeys([*args.systems, "tp", "shift"])}
     longest = min(engine.max_model_len for engine, _, _ in engines.values())
     if "trace" in args.workload and not args.scale:          # by default so that the longest fits
         calls = read_trace(args.trace, args.minutes, 1)[:args.requests]
@@ -511,15 +499,14 @@ def run_compare(args, world, say):
 
     def run(system, calls, window=None):
         return drive(*engines[system], calls, window, world, args)
-    data = {**label(args, world, emulate, engines["shift"][0]), "tries": {}}
+    data = {**report.label(args, world.size, emulate, engines["shift"][0].switch), "tries": {}}
     for kind in args.workload:
         for name, calls, window in make_calls(kind, args, run):
             data["tries"][name] = tries = {system: [] for system in args.systems}
             for i in range(args.repeats * len(tries)):       # interleaved: a slow minute hits all
                 system = args.systems[i % len(tries)]
                 tries[system].append(run(system, calls, window))
-                if world.rank == 0:
-                    report.progress(i + 1, args.repeats * len(tries), f"{name}: {system}")
+                report.progress(i + 1, args.repeats * len(tries), f"{name}: {system}", world.rank)
     if world.rank == 0:
         report.present(args, data)
 
@@ -562,16 +549,16 @@ def measured_step(engine, plan, name, repeats):
 def run_crossover(args, world, say):
     P, emulate, rows = world.size, like(args, world, say), []
     args.max_step_tokens = max(args.tokens, 64)
-    auto, _, _ = make_engine(System("shift", P, 1, "shift"), args, world, emulate)
+    auto, _, _ = make_engine(System(P, 1, "shift"), args, world, emulate)
     for sp in [sp for sp in range(1, P + 1) if P % sp == 0]:
-        engine, _, _ = make_engine(System("", sp, P // sp, "sp"), args, world, emulate)
+        engine, _, _ = make_engine(System(sp, P // sp, "sp"), args, world, emulate)
         for tokens in [2 ** i for i in range(args.tokens.bit_length())]:
             length = min(engine.max_model_len, 1024)         # prompts of up to so many tokens
             plan = [(0, min(length, tokens - i)) for i in range(0, tokens, length)]
             rows.append({"layout": f"{sp}x{P // sp}", "tokens": tokens, "auto":
                          auto.switch(tokens), **measured_step(engine, plan, "base", args.repeats)})
     if world.rank == 0:
-        report.present(args, {**label(args, world, emulate, auto), "steps": rows})
+        report.present(args, {**report.label(args, P, emulate, auto.switch), "steps": rows})
     if args.calibrate:
         import calibrate
         calibrate.calibrate(args, world, say, auto, sys.modules[__name__])
@@ -582,8 +569,6 @@ def run_crossover(args, world, say):
 
 
 WORLD = {"compare": run_compare, "crossover": run_crossover}             # on ranks of their own
-ENGINE = ("model", "threshold", "link", "link_gbps", "link_us", "max_step_tokens", "max_seqs",
-          "kv_blocks", "block_size")
 
 
 def parse(argv):
@@ -599,7 +584,7 @@ def parse(argv):
         add = commands.add_parser(name, allow_abbrev=False).add_argument
         big = name in ("simulate", "figures")
         for f in fields(Options):
-            if f.name in ENGINE:
+            if f.type is not bool and f.name not in ("sp", "tp", "mode"):    # --systems says these
                 add(f"--{f.name.replace('_', '-')}", type=f.type, help=f.metadata["help"], default=(
                     {"model": "llama-70b-fp8", "max_step_tokens": 8192} if big else {}).get(
                     f.name, f.default))
@@ -633,6 +618,7 @@ def parse(argv):
     for name, value in vars(args).items():
         if type(value) in (int, float) and not value > 0:
             raise UserError(f"--{name.replace('_', '-')} {value} must be more than 0")
+    Options(threshold=getattr(args, "threshold", "auto"))    # complains if it is neither
     if "trace" in getattr(args, "workload", ()) and not args.trace:
         raise UserError("--workload trace needs --trace FILE")
     return args
@@ -645,7 +631,6 @@ def in_rank(args):
         WORLD[args.command](args, Link("gloo"), print if first_rank() else lambda *text: None)
     except (UserError, LostRank) as e:
         return complain(e)
-    return 0
 
 
 def first_rank():
@@ -673,7 +658,6 @@ def main(argv=None):
             report.make(args, sys.modules[__name__])
         else:
             getattr(peers, args.command)(args)
-        return 0
     except UserError as e:
         return complain(e)
 

@@ -26,12 +26,14 @@ def calibrate(args, world, say, engine, bench):
         [(context, 1)] * n for n in (1, 4, 16, 64) for context in (32, 512)]
     held_out = [[(context, 1)] * n + [(start, count)] for n, context in ((3, 200), (12, 900))
                 for start, count in ((0, 100), (0, 500), (300, 200))] + [[(1500, 1)] * 6]
-    pure, held_out = ([(plan, mode, bench.measured_step(engine, plan, mode, args.repeats)["total"])
-                       for plan in plans for mode in ("base", "shift")] for plans in (pure, held_out))
+    timed = lambda plans: [
+        (plan, mode, bench.measured_step(engine, plan, mode, args.repeats)["total"])
+        for plan in plans for mode in ("base", "shift")]
+    pure, held_out = timed(pure), timed(held_out)
 
     def features(plan, mode):
         x = cost.amounts(plan, mode)
-        return [x["crowd"] * x["flop"], x["crowd"] * x["pair"], x["crowd"] * (x["weight"] + x["byte"]),
+        return [*(x["crowd"] * n for n in (x["flop"], x["pair"], x["weight"] + x["byte"])),
                 model.config.layers, *(n for op in ("reduce", "exchange")
                                        for n in (x[op][0], x[op][0] * x[op][1]))]
     seconds = torch.tensor([[one] for *_, one in pure], dtype=torch.float64)

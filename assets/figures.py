@@ -41,8 +41,10 @@ def summary(calls, served, steps, slo):
     times = {"ttft": [(s.first - s.at) * 1e3 for s in served],
              "tpot": [(s.last - s.first) / max(1, s.output - 1) * 1e3 for s in served],
              "e2e": [(s.last - s.at) * 1e3 for s in served]}
+    if not served:
+        raise UserError("none of the requests fits the context and the KV cache")
     span, peak = max(s.last for s in served) - min(s.at for s in served), Counter()
-    for step in steps:                                       # a long step is spread over its seconds
+    for step in steps:                                       # a long one is spread over its time
         parts = max(1, round(step.seconds))
         peak.update({int(step.at) + i: step.tokens / parts for i in range(parts)})
     good = sum(ttft <= slo[0] and tpot <= slo[1] for ttft, tpot in zip(*list(times.values())[:2]))
@@ -53,7 +55,7 @@ def summary(calls, served, steps, slo):
             "tok/s": sum(s.prompt + s.output for s in served) / span,
             "peak tok/s": max(peak.values()) / min(1, span), "goodput req/s": good / span,
             "shift steps %": 100 * fmean(step.mode == "shift" for step in steps),
-            "kv use %": 100 * max(step.kv for step in steps), "failed": len(calls) - len(served)}
+            "kv use %": 100 * (1 - min(step.free for step in steps)), "failed": len(calls) - len(served)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -69,9 +71,15 @@ def machine():
     return f"{cores()} cores, {name}, torch {torch.__version__}: {command}"
 
 
-def progress(done, total, what):
+def label(args, ranks, emulate, switch):
+    """What measured data say of themselves."""
+    return {"kind": f"emulated {args.like or 'link'}" if any(emulate) else "measured",
+            "title": f"{ranks} ranks, {args.model}", "switch": str(switch)}
+
+
+def progress(done, total, what, rank=0):
     """A bar on a terminal's stderr."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and rank == 0:
         print(f"\r[{'#' * (30 * done // total):30}] {done}/{total} {what:30}",
               end="\n" * (done == total), file=sys.stderr, flush=True)
 
@@ -103,16 +111,16 @@ def present(args, data):
 def tables(data):
     """A table for each workload: a column for each system. TTFT, TPOT and e2e are milliseconds."""
     for workload, systems in data["runs"].items():
-        print(f"\n{data['kind']}: {data['title']}, {workload}, {len(next(iter(systems.values()))[1])}"
-              f" requests\n{'':20}" + "".join(f"{name:>12}" for name in systems))
+        count = len(next(iter(systems.values()))[1])
+        print(f"\n{data['kind']}: {data['title']}, {workload}, {count} requests\n{'':20}" + "".join(f"{name:>12}" for name in systems))
         for row in ROWS:
             unit = " ms" if row[:4] in ("ttft", "tpot", "e2e ") else ""
             print(f"{row + unit:20}" + "".join(f"{one[0][row]:12.4g}" for one in systems.values()))
 
 
 def medians(data):
-    """Of compare's tries: "runs" with the median of each number (requests and steps are those of the
-    last try), "pairs" with the numbers of all."""
+    """Of compare's tries: "runs" with the median of each number (requests and steps are those of
+    the last try), "pairs" with the numbers of all."""
     runs = {workload: {system: ({key: median(one[0][key] for one in tries) for key in tries[0][0]},
                                 *tries[-1][1:]) for system, tries in systems.items()}
             for workload, systems in data["tries"].items()}
@@ -151,12 +159,12 @@ def crossover(data):
     for row in data["steps"]:
         tokens, chosen = row["tokens"], tp if row["auto"] == "shift" else sp
         if row["layout"] == sp:
-            ratio = total[tokens, tp] / total[tokens, sp]
-            best = min(layout for layout in (tp, sp) if total[tokens, layout] == min(
-                total[tokens, tp], total[tokens, sp]))
+            ratio, best = total[tokens, tp] / total[tokens, sp], min(
+                (tp, sp), key=lambda layout: total[tokens, layout])
+            lost = total[tokens, chosen] / total[tokens, best] - 1
+            note = "" if before in (None, best) else "; the better one changes here"
             print(f"{tokens:8} tokens: TP / SP {ratio:.2f}; auto chose "
-                  f"{'TP' if chosen == tp else 'SP'}, {total[tokens, chosen] / total[tokens, best] - 1:.1%}"
-                  f" over the better" + ("" if before in (None, best) else "; the better changes here"))
+                  f"{'TP' if chosen == tp else 'SP'}, {lost:.1%} over the better{note}")
             before = best
 
 
@@ -207,13 +215,14 @@ def paper(args, bench, model, cluster):
     alone, counts = {"latency": 4, "batch": 512}, {"latency": 4, "batch": 512, "burst": 512}
     ours = cells({}, counts)
     print(f"simulated: {cluster.name}, {args.model}, {args.input} tokens in and {args.output} out, "
-          f"at most {args.max_step_tokens} a step, {counts} requests\npublished: {theirs['source']}\n\n"
+          f"at most {args.max_step_tokens} a step, {counts} requests\n"
+          f"published: {theirs['source']}\n\n"
           f"{'simulated / published':28}" + "".join(f"{system:>18}" for system in args.systems))
     for row, values in ours.items():
         print(f"{row:28}" + "".join(f"{value:9.4g} /{theirs[row].get(system, '-'):>7}"
                                     for system, value in values.items()))
-    print("\nratios between columns, simulated / published (the paper's bursts are not known to us: "
-          "ours are another run)")
+    print("\nratios between columns, simulated / published (the paper's bursts are not known to "
+          "us: ours are others)")
     for (row, a, b), off in published_ratios(ours).items():
         mine, other = ours[row][a] / ours[row][b], theirs[row][a] / theirs[row][b]
         print(f"{row:28}{a + ' / ' + b:>12}{mine:9.3f} /{other:7.3f}{off - 1:+8.0%}"
@@ -278,7 +287,8 @@ def table_to(path, rows):
 
 
 def line(panel, name, xs, ys):
-    panel.plot(xs, ys, color=COLOURS.get(name), marker=MARKS.get(name, "x"), ms=4, lw=1.2, label=name)
+    panel.plot(xs, ys, color=COLOURS.get(name), marker=MARKS.get(name, "x"), ms=4, lw=1.2,
+               label=name)
 
 
 def head(data, what):
@@ -358,13 +368,12 @@ def trade_off(data):
 def distributions(data, workload):
     """(c) cumulative distributions of TTFT, TPOT and completion."""
     figure, panels = axes(head(data, f"{workload}: share of requests at most so slow"), 3, 9)
-    values = {"TTFT, s": lambda at, first, last, prompt, output: first - at,
-              "TPOT, s": lambda at, first, last, prompt, output: (last - first) / max(1, output - 1),
-              "completion, s": lambda at, first, last, prompt, output: last - at}
+    values = {"TTFT, s": lambda s: s[1] - s[0], "completion, s": lambda s: s[2] - s[0],
+              "TPOT, s": lambda s: (s[2] - s[1]) / max(1, s[4] - 1)}
     for panel, (name, value) in zip(panels, values.items()):
         for (system, (_, served, _)), dash in zip(data["runs"][workload].items(),
                                                   itertools.cycle(("-", "--", "-.", ":"))):
-            xs = sorted(max(1e-4, value(*one)) for one in served)
+            xs = sorted(max(1e-4, value(one)) for one in served)
             panel.plot(xs, [(i + 1) / len(xs) for i in range(len(xs))], dash, lw=1.4,
                        color=COLOURS.get(system), label=system)
         label(panel, name, "share of requests", x="log")
@@ -392,7 +401,8 @@ def make(args, bench):
     keep("a-trade-off", trade_off(data), csv_rows(data))
     data = run(workload=["burst"])
     keep("b-burst", time_line(data), [
-        {"kind": data["kind"], "system": system, "at s": step[0], "tokens": step[2], "mode": step[3]}
+        {"kind": data["kind"], "system": system, "at s": step[0], "tokens": step[2],
+         "mode": step[3]}
         for system, one in data["runs"]["burst"].items() for step in one[2][::10]])
     if args.trace:
         data = run(workload=["trace"])
@@ -401,7 +411,8 @@ def make(args, bench):
     data = run(workload=["rate"])
     keep("d-rate", sweep(data, "completion against rate", "requests, % of the best static layout's "
                          "capacity", [100 * load for load in bench.LOADS],
-                         lambda one: one["e2e mean"], "mean completion, ms", y="log"), csv_rows(data))
+                         lambda one: one["e2e mean"], "mean completion, ms", y="log"),
+         csv_rows(data))
     lengths, data = [500, 1000, 2000, 4000, 8000, 16000], {"runs": {}}
     for length in lengths:
         one = run(workload=["latency"], input=length, requests=2)
@@ -433,8 +444,8 @@ def simulated_steps(args, bench, cluster, model):
         cost = bench.Cost(cluster, model, sp, P // sp)
         for tokens in [2 ** i for i in range(14)]:
             parts = cost.parts([(0, min(1024, tokens - i)) for i in range(0, tokens, 1024)], "base")
-            rows.append({"layout": f"{sp}x{P // sp}", "tokens": tokens, "total": sum(parts.values()),
-                         **parts, "waiting": 0.0})
+            rows.append({"layout": f"{sp}x{P // sp}", "tokens": tokens, **parts, "waiting": 0.0,
+                         "total": sum(parts.values())})
     return {"kind": "simulated", "title": f"{args.cluster}, {args.model}", "steps": rows}
 
 

@@ -5,8 +5,8 @@
     python bench.py prefill               the share of a prefill that is matrix products
     python bench.py link                  gloo against shared memory: collectives and decode steps
 
-It knows how to time an Engine; it does not know what an Engine does. Every figure is measured in the
-run that prints it; ratios are what to quote, since machines are shared and noisy. Medians of
+It knows how to time an Engine; it does not know what an Engine does. Every figure is measured in
+the run that prints it; ratios are what to quote, since machines are shared and noisy. Medians of
 --repeats runs.
 """
 import ctypes
