@@ -400,14 +400,13 @@ class Dealer:
         while True:
             fcntl.flock(self.lock, fcntl.LOCK_EX)
             number, loads = int(self.next), self.taken - self.done
-            more = number < len(calls)
-            wait = calls[number].at + start - time.perf_counter() if more else 0
-            mine = more and wait <= 0 and bool((not window or loads.sum() < window)
-                                               and loads[self.me] == loads.min())
+            wait = calls[number].at + start - time.perf_counter() if number < len(calls) else None
+            mine = wait is not None and wait <= 0 and bool(
+                (not window or loads.sum() < window) and loads[self.me] == loads.min())
             self.next += mine
             self.taken[self.me] += mine
             fcntl.flock(self.lock, fcntl.LOCK_UN)
-            if mine or not more:
+            if mine or wait is None:
                 return number if mine else None
             time.sleep(max(0.001, min(wait, 0.02)))
 
@@ -419,7 +418,9 @@ def drive(engine, me, engines, calls, window, world, args):
         dealer = Dealer(world.gather(file.name)[0], me, engines)
         world.barrier()
     came, first, last, steps, switch = {}, {}, {}, [], engine.switch
-    blocks, now = engine.scheduler.blocks, lambda: time.perf_counter() - start
+    now = lambda: time.perf_counter() - start
+    # The same prompts as in the last run: nothing of it may be in the prefix cache.
+    blocks = engine.scheduler.blocks = BlockManager(engine.num_blocks, engine.options.block_size)
 
     def watched(tokens):
         steps.append(Step(now(), 0, tokens, switch(tokens), blocks.available / blocks.num_blocks))
@@ -499,10 +500,11 @@ def run_compare(args, world, say):
 
     def run(system, calls, window=None):
         return drive(*engines[system], calls, window, world, args)
-    data = {**report.label(args, world.size, emulate, engines["shift"][0].switch), "tries": {}}
+    data = {**report.label(args, world.size, emulate, engines["shift"][0].switch), "tries": {}, "calls": {}}
     for kind in args.workload:
         for name, calls, window in make_calls(kind, args, run):
             data["tries"][name] = tries = {system: [] for system in args.systems}
+            data["calls"][name] = calls, window
             for i in range(args.repeats * len(tries)):       # interleaved: a slow minute hits all
                 system = args.systems[i % len(tries)]
                 tries[system].append(run(system, calls, window))
@@ -594,8 +596,7 @@ def parse(argv):
         add("--trace", metavar="FILE", help="Azure CSV or Mooncake JSONL")
         add("--minutes", type=float, default=15, help="of the trace")
         add("--scale", type=float, help="factor on a trace's lengths; compare: so that they fit")
-        add("--load", type=float, default=None if big else 0.7, help="share of the best static "
-            "layout's capacity at which a trace comes; simulate: as it came")
+        add("--load", type=float, default=None if big else 0.7, help="a trace's share of capacity")
         add("--requests", type=int, help="at most; without a trace 64")
         add("--input", type=int, default=4000 if big else 256, help="tokens")
         add("--output", type=int, default=250 if big else 32, help="tokens")

@@ -55,7 +55,8 @@ def summary(calls, served, steps, slo):
             "tok/s": sum(s.prompt + s.output for s in served) / span,
             "peak tok/s": max(peak.values()) / min(1, span), "goodput req/s": good / span,
             "shift steps %": 100 * fmean(step.mode == "shift" for step in steps),
-            "kv use %": 100 * (1 - min(step.free for step in steps)), "failed": len(calls) - len(served)}
+            "kv use %": 100 * (1 - min(step.free for step in steps)),
+            "failed": len(calls) - len(served)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -112,7 +113,8 @@ def tables(data):
     """A table for each workload: a column for each system. TTFT, TPOT and e2e are milliseconds."""
     for workload, systems in data["runs"].items():
         count = len(next(iter(systems.values()))[1])
-        print(f"\n{data['kind']}: {data['title']}, {workload}, {count} requests\n{'':20}" + "".join(f"{name:>12}" for name in systems))
+        print(f"\n{data['kind']}: {data['title']}, {workload}, {count} requests\n{'':20}"
+              + "".join(f"{name:>12}" for name in systems))
         for row in ROWS:
             unit = " ms" if row[:4] in ("ttft", "tpot", "e2e ") else ""
             print(f"{row + unit:20}" + "".join(f"{one[0][row]:12.4g}" for one in systems.values()))
@@ -178,16 +180,16 @@ def published_ratios(ours):
 
 def against(args, bench, model, cluster):
     """Simulate the very calls that `compare --json` served, and compare their completion."""
-    for name, systems in read(args.against)["runs"].items():
-        for system, (_, served, _) in systems.items():
-            calls = [bench.Call(at, prompt, output, ()) for at, _, _, prompt, output in
-                     sorted(served)]
-            _, mine, _ = bench.simulate(
+    data, args.prefix_cache = read(args.against), True       # as serve.py has it
+    for name, systems in data["runs"].items():
+        calls, window = data["calls"][name]
+        for system, (measured, _, _) in systems.items():
+            simulated, _, _ = bench.simulate(
                 bench.parse_system(system, cluster.per_node, cluster.per_node), cluster, model,
-                calls, 1 if name == "latency" else None, args)
-            real, ours = (fmean(one[2] - one[0] for one in runs) for runs in (served, mine))
-            print(f"{name}, {system}: mean completion {real * 1e3:.1f} ms measured, "
-                  f"{ours * 1e3:.1f} simulated, {ours / real - 1:+.1%}")
+                [bench.Call(*call) for call in calls], window, args)
+            real, ours = measured["e2e mean"], simulated["e2e mean"]
+            print(f"{name}, {system}: mean completion {real:.1f} ms measured, {ours:.1f} simulated, "
+                  f"{ours / real - 1:+.1%}")
 
 
 def paper(args, bench, model, cluster):
@@ -262,7 +264,7 @@ def axes(title, columns=1, width=5.0):
     return figure, panels[0]
 
 
-def label(panel, across, up, legend=True, **scales):
+def label_axes(panel, across, up, legend=True, **scales):
     panel.set_xlabel(across, fontsize=8)
     panel.set_ylabel(up, fontsize=8)
     for axis, scale in scales.items():
@@ -287,7 +289,8 @@ def table_to(path, rows):
 
 
 def line(panel, name, xs, ys):
-    panel.plot(xs, ys, color=COLOURS.get(name), marker=MARKS.get(name, "x"), ms=4, lw=1.2,
+    other = ("#56B4E9", "#CC79A7", "#000000")[sum(map(ord, name)) % 3]
+    panel.plot(xs, ys, color=COLOURS.get(name, other), marker=MARKS.get(name, "x"), ms=4, lw=1.2,
                label=name)
 
 
@@ -306,7 +309,7 @@ def time_line(data, workload=None, system=None):
         chosen = [step for step in steps if step[3] == mode]
         panel.scatter([step[0] for step in chosen], [step[2] for step in chosen], s=6,
                       color=COLOURS[name], marker=MARKS[name], label=f"{mode} mode")
-    label(panel, "time, s", "tokens in the step", y="log")
+    label_axes(panel, "time, s", "tokens in the step", y="log")
     return figure
 
 
@@ -324,7 +327,8 @@ def steps_by_part(data):
             panel.bar([row["layout"] for row in chosen], values, bottom=bottom, label=part,
                       color=COLOURS[part], hatch=hatch, edgecolor="white", lw=0)
             bottom = [a + b for a, b in zip(bottom, values)]
-        label(panel, f"sp x tp, {tokens} tokens", "ms", legend=tokens == sizes[0])
+        label_axes(panel, f"sp x tp, tokens in the step: {tokens}", "ms",
+                   legend=tokens == sizes[0])
     return figure
 
 
@@ -337,7 +341,7 @@ def crossing(data):
         rows = [row for row in data["steps"] if row["layout"] == layout]
         line(panel, names.get(layout, layout), [row["tokens"] for row in rows],
              [row["total"] * 1e3 for row in rows])
-    label(panel, "tokens in the step", "ms", x="log", y="log")
+    label_axes(panel, "tokens in the step", "ms", x="log", y="log")
     return figure
 
 
@@ -346,7 +350,7 @@ def sweep(data, what, across, xs, pick, up, **scales):
     figure, (panel,) = axes(head(data, what))
     for system in next(iter(data["runs"].values())):
         line(panel, system, xs, [pick(one[system][0]) for one in data["runs"].values()])
-    label(panel, across, up, **scales)
+    label_axes(panel, across, up, **scales)
     return figure
 
 
@@ -355,14 +359,21 @@ def csv_rows(data):
             for run, systems in data["runs"].items() for system, one in systems.items()]
 
 
-def trade_off(data):
-    """(a) the latency of one request against the throughput of a batch."""
-    figure, (panel,) = axes(head(data, "latency of one request, throughput of a batch"))
-    for system in data["runs"]["latency"]:
-        line(panel, system, [data["runs"]["latency"][system][0]["e2e mean"]],
-             [data["runs"]["batch"][system][0]["tok/s"]])
-    label(panel, "completion of one request, ms", "batch throughput, tokens/s")
-    return figure
+def trade_off(args, bench, cluster, model):
+    """(a) TPOT against throughput, ever more requests kept outstanding; and the CSV rows."""
+    data, rows = {"kind": "simulated", "title": f"{args.cluster}, {args.model}, {args.input} in, "
+                  f"{args.output} out"}, []
+    figure, (panel,) = axes(head(data, "1, 4, 16, 64, 256 requests outstanding"))
+    for name in args.systems:
+        system, points = bench.parse_system(name, cluster.per_node, cluster.per_node), []
+        for window in (1, 4, 16, 64, 256):
+            calls = [bench.Call(0.0, args.input, args.output, ())] * max(4, 2 * window)
+            one, _, _ = bench.simulate(system, cluster, model, calls, window, args)
+            points.append((one["tok/s"], one["tpot mean"]))
+            rows.append({**data, "system": name, "outstanding": window, **one})
+        line(panel, name, *zip(*points))
+    label_axes(panel, "throughput, tokens/s", "mean TPOT, ms", x="log", y="log")
+    return figure, rows
 
 
 def distributions(data, workload):
@@ -376,7 +387,7 @@ def distributions(data, workload):
             xs = sorted(max(1e-4, value(one)) for one in served)
             panel.plot(xs, [(i + 1) / len(xs) for i in range(len(xs))], dash, lw=1.4,
                        color=COLOURS.get(system), label=system)
-        label(panel, name, "share of requests", x="log")
+        label_axes(panel, name, "share of requests", x="log")
     return figure
 
 
@@ -397,8 +408,7 @@ def make(args, bench):
         table_to(out / f"{name}.csv", rows)
         made.append(name)
         print(f"{out / name}.png, .csv", flush=True)
-    data = run(workload=["latency", "batch"])
-    keep("a-trade-off", trade_off(data), csv_rows(data))
+    keep("a-trade-off", *trade_off(args, bench, cluster, model))
     data = run(workload=["burst"])
     keep("b-burst", time_line(data), [
         {"kind": data["kind"], "system": system, "at s": step[0], "tokens": step[2],
@@ -406,7 +416,7 @@ def make(args, bench):
         for system, one in data["runs"]["burst"].items() for step in one[2][::10]])
     if args.trace:
         data = run(workload=["trace"])
-        data["title"] += f", {Path(args.trace).stem}"
+        data["title"] = f"{args.cluster}, {args.model}, {Path(args.trace).stem}"
         keep("c-trace", distributions(data, "trace"), csv_rows(data))
     data = run(workload=["rate"])
     keep("d-rate", sweep(data, "completion against rate", "requests, % of the best static layout's "
@@ -466,6 +476,6 @@ def thresholds(args, bench, cluster, model):
     known = [row for row in rows if row["threshold tokens"]]
     line(panel, "shift", [row["link GB/s"] for row in known],
          [row["threshold tokens"] for row in known])
-    label(panel, "link, GB/s in one direction", "tokens from which SP is faster", x="log", y="log",
-          legend=False)
+    label_axes(panel, "link, GB/s in one direction", "tokens from which SP is faster",
+               x="log", y="log", legend=False)
     return figure, rows
