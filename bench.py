@@ -500,11 +500,11 @@ def run_compare(args, world, say):
 
     def run(system, calls, window=None):
         return drive(*engines[system], calls, window, world, args)
-    data = {**report.label(args, world.size, emulate, engines["shift"][0].switch), "tries": {}, "calls": {}}
+    data = report.label(args, world.size, emulate, engines["shift"][0].switch, tries={}, calls={})
     for kind in args.workload:
         for name, calls, window in make_calls(kind, args, run):
             data["tries"][name] = tries = {system: [] for system in args.systems}
-            data["calls"][name] = calls, window
+            data["calls"][name] = calls, window, args.scale
             for i in range(args.repeats * len(tries)):       # interleaved: a slow minute hits all
                 system = args.systems[i % len(tries)]
                 tries[system].append(run(system, calls, window))
@@ -560,7 +560,7 @@ def run_crossover(args, world, say):
             rows.append({"layout": f"{sp}x{P // sp}", "tokens": tokens, "auto":
                          auto.switch(tokens), **measured_step(engine, plan, "base", args.repeats)})
     if world.rank == 0:
-        report.present(args, {**report.label(args, P, emulate, auto.switch), "steps": rows})
+        report.present(args, report.label(args, P, emulate, auto.switch, steps=rows))
     if args.calibrate:
         import calibrate
         calibrate.calibrate(args, world, say, auto, sys.modules[__name__])

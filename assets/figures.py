@@ -38,11 +38,11 @@ MARKS = {"tp": "o", "dp": "s", "sp": "^", "shift": "D"}
 
 def summary(calls, served, steps, slo):
     """What a run came to. TTFT, TPOT and completion in ms; tokens in and out count alike."""
+    if not served:
+        raise UserError("none of the requests fits the context and the KV cache")
     times = {"ttft": [(s.first - s.at) * 1e3 for s in served],
              "tpot": [(s.last - s.first) / max(1, s.output - 1) * 1e3 for s in served],
              "e2e": [(s.last - s.at) * 1e3 for s in served]}
-    if not served:
-        raise UserError("none of the requests fits the context and the KV cache")
     span, peak = max(s.last for s in served) - min(s.at for s in served), Counter()
     for step in steps:                                       # a long one is spread over its time
         parts = max(1, round(step.seconds))
@@ -72,10 +72,10 @@ def machine():
     return f"{cores()} cores, {name}, torch {torch.__version__}: {command}"
 
 
-def label(args, ranks, emulate, switch):
-    """What measured data say of themselves."""
+def label(args, ranks, emulate, switch, **data):
+    """Measured data, with what they say of themselves."""
     return {"kind": f"emulated {args.like or 'link'}" if any(emulate) else "measured",
-            "title": f"{ranks} ranks, {args.model}", "switch": str(switch)}
+            "title": f"{ranks} ranks, {args.model}", "switch": str(switch), **data}
 
 
 def progress(done, total, what, rank=0):
@@ -182,14 +182,14 @@ def against(args, bench, model, cluster):
     """Simulate the very calls that `compare --json` served, and compare their completion."""
     data, args.prefix_cache = read(args.against), True       # as serve.py has it
     for name, systems in data["runs"].items():
-        calls, window = data["calls"][name]
+        calls, window, args.scale = data["calls"][name]
         for system, (measured, _, _) in systems.items():
             simulated, _, _ = bench.simulate(
                 bench.parse_system(system, cluster.per_node, cluster.per_node), cluster, model,
                 [bench.Call(*call) for call in calls], window, args)
             real, ours = measured["e2e mean"], simulated["e2e mean"]
-            print(f"{name}, {system}: mean completion {real:.1f} ms measured, {ours:.1f} simulated, "
-                  f"{ours / real - 1:+.1%}")
+            print(f"{name}, {system}: mean completion {real:.1f} ms measured, {ours:.1f} ms "
+                  f"simulated, {ours / real - 1:+.1%}")
 
 
 def paper(args, bench, model, cluster):
