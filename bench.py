@@ -12,7 +12,8 @@ is measured so is labelled emulated.
 
 It knows what an engine's step consists of, and the traffic of the world; it does not know how a
 step is scheduled (serve.py's own scheduler does that, here too) or who owns what (shift.py).
-Tables and plots are assets/figures.py, presets and their sources assets/hardware.json.
+Tables, metrics and plots are assets/figures.py, presets and their sources assets/hardware.json;
+assets/calibrate.py fits the costs of this machine.
 
 In reading order: traffic, the cost of a step, simulate, compare, crossover, main.
 """
@@ -40,8 +41,8 @@ from serve import BlockManager, Engine, Options, Request, SamplingParams, Schedu
 from shift import Layout, Link, LostRank, Switch, UserError, connect, cores, elements_sent, launch
 
 sys.path.append(str(Path(__file__).parent / "assets"))
-import figures as report                                 # noqa: E402
-import peers                                             # noqa: E402
+import figures as report                                 # these two are in assets/
+import peers
 
 HARDWARE = report.HARDWARE                               # assets/hardware.json
 
@@ -493,10 +494,10 @@ def run_compare(args, world, say):
     emulate = like(args, world, say)
     engines = {name: make_engine(parse_system(name, world.size, world.size), args, world, emulate)
                for name in dict.fromkeys([*args.systems, "tp", "shift"])}
-    longest = min(engine.max_model_len for engine, _, _ in engines.values())
     if "trace" in args.workload and not args.scale:          # by default so that the longest fits
         calls = read_trace(args.trace, args.minutes, 1)[:args.requests]
-        args.scale = min(1, (longest - 2) / max(call.prompt + call.output for call in calls))
+        longest = max(call.prompt + call.output for call in calls)
+        args.scale = min(1, (engines["tp"][0].max_model_len - 2) / longest)
 
     def run(system, calls, window=None):
         return drive(*engines[system], calls, window, world, args)
@@ -559,6 +560,7 @@ def run_crossover(args, world, say):
             plan = [(0, min(length, tokens - i)) for i in range(0, tokens, length)]
             rows.append({"layout": f"{sp}x{P // sp}", "tokens": tokens, "auto":
                          auto.switch(tokens), **measured_step(engine, plan, "base", args.repeats)})
+            report.progress(tokens, args.tokens, f"sp {sp} x tp {P // sp}", world.rank)
     if world.rank == 0:
         report.present(args, report.label(args, P, emulate, auto.switch, steps=rows))
     if args.calibrate:
@@ -629,18 +631,15 @@ def in_rank(args):
     """compare or crossover, on one rank."""
     try:
         connect()
-        WORLD[args.command](args, Link("gloo"), print if first_rank() else lambda *text: None)
+        world = Link("gloo")
+        WORLD[args.command](args, world, print if world.rank == 0 else lambda *text: None)
     except (UserError, LostRank) as e:
         return complain(e)
 
 
-def first_rank():
-    return os.environ.get("RANK", "0") == "0"
-
-
 def complain(error):
     """Say it once, from rank 0, before any rank ends; returns the exit code."""
-    if first_rank():
+    if os.environ.get("RANK", "0") == "0":
         print(f"bench.py: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(1)
