@@ -75,7 +75,7 @@ def machine():
 def label(args, ranks, emulate, switch, **data):
     """Measured data, with what they say of themselves."""
     return {"kind": f"emulated {args.like or 'link'}" if any(emulate) else "measured",
-            "title": f"{ranks} ranks, {args.model}", "switch": str(switch), **data}
+            "title": f"{ranks} ranks, {Path(args.model).name}", "switch": str(switch), **data}
 
 
 def progress(done, total, what, rank=0):
@@ -230,9 +230,10 @@ def paper(args, bench, model, cluster):
           "us: ours are others)")
     for (row, a, b), off in published_ratios(ours).items():
         mine, other = ours[row][a] / ours[row][b], theirs[row][a] / theirs[row][b]
+        note = "   a tie" if abs(mine - 1) < 1e-3 else "   another winner"
         print(f"{row:28}{a + ' / ' + b:>12}{mine:9.3f} /{other:7.3f}{off - 1:+8.0%}"
               f"{'' if 0.75 <= off <= 1.25 else '   more than 25 % off'}"
-              f"{'' if (mine < 1) == (other < 1) else '   another winner'}")
+              f"{'' if (mine < 1) == (other < 1) else note}")
     first, rate = ours["latency: TTFT, ms"], ours["batch: thousand tok/s"]
     print(f"\nshift against tp (published: response 1.51 x, throughput 1.5 x): TTFT "
           f"{first['tp'] / first['shift']:.2f} x, throughput {rate['shift'] / rate['tp']:.2f} x")
@@ -250,9 +251,10 @@ def paper(args, bench, model, cluster):
     cases = [{}] + [{key: value} for key, entry in HARDWARE["measured"].items()
                     for value in ((20, 50, 100) if key == "request_us" else
                                   [entry["value"] * factor for factor in (0.5, 0.75, 1.5, 2, 5)])
-                    if key != "memory_share" and not entry["value"] < 1 < value]
+                    if key != "memory_share" and not 0 < entry["value"] < 1 < value]
     cases += [{"max_seqs": 64}, {"max_seqs": 1024}, {"threshold": 64}, {"threshold": 512},
-              {"max_step_tokens": 2048}, {"max_step_tokens": 8192}]
+              {"max_step_tokens": 2048}, {"max_step_tokens": 8192},
+              {"exchange_us": 60, "request_us": 50}]
     for changes in cases:
         name = " ".join(f"{key} {value:g}" for key, value in changes.items()) or "as above"
         varied = cells(changes, alone)
