@@ -538,11 +538,11 @@ def timed_step(engine, plan, name):
 
 
 def measured_step(engine, plan, name, repeats):
-    """The least disturbed of some steps, in seconds: `total` of its slowest rank; means over ranks
-    of compute and waiting; of each collective what it took the rank that waited least."""
+    """The median one of some steps, in seconds: `total` of its slowest rank; means over ranks of
+    compute and waiting; of each collective what it took the rank that waited least."""
     tries = [timed_step(engine, plan, name) for _ in range(repeats + 1)]
-    ranks = min(list(zip(*engine.link.gather(tries)))[1:],
-                key=lambda ranks: max(one["total"] for one in ranks))
+    ranks = sorted(list(zip(*engine.link.gather(tries)))[1:], key=lambda ranks: max(
+        one["total"] for one in ranks))[repeats // 2]
     of = lambda part, how: how(one[part] for one in ranks)
     parts = {part: of(part, min) for part in ("all_reduce", "all_to_all")}
     waiting = sum(of(part, fmean) - seconds for part, seconds in parts.items())
