@@ -33,15 +33,16 @@ from collections import Counter, OrderedDict, deque, namedtuple
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import prometheus_client as prometheus
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field, create_model
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from assets.page import add_page
 from kernels import NativeKernels, TorchKernels, why_not_native
 from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
                    Tokenizer, find_model, sample)
@@ -846,10 +847,6 @@ class ChatBody(Body):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class Threshold(BaseModel, strict=True):
-    threshold: Annotated[int, Field(ge=0, lt=2 ** 63)] | Literal["auto"]
-
-
 class Failure(HTTPException):
     """An answer other than 200, in OpenAI's format."""
 
@@ -993,27 +990,7 @@ class Api:
             return Response(prometheus.generate_latest(self.metrics.registry),
                             media_type=prometheus.CONTENT_TYPE_LATEST)
 
-        @app.get("/", include_in_schema=False)
-        async def page():
-            return FileResponse(Path(__file__).parent / "assets" / "index.html")
-
-        @app.get("/steps")
-        async def steps():
-            return StreamingResponse(self._watch(), media_type="text/event-stream")
-
-        @app.get("/steps/{number}")
-        async def step(number: int):
-            ranks = await asyncio.wrap_future(self.engine.ask("collectives", number))
-            if not all(found is not None for found in ranks):
-                raise Failure(404, f"step {number!r:.40} is not kept: only the last ones are")
-            return {"step": number, "ranks": ranks}
-
-        @app.post("/threshold")
-        async def threshold(body: Threshold):
-            if self.flags.fixed_threshold:
-                raise Failure(403, "the server runs with --fixed-threshold")
-            switch = await asyncio.wrap_future(self.engine.ask("threshold", body.threshold))
-            return {"threshold": switch.threshold, "switch": str(switch)}
+        add_page(app, self)
 
         @app.get("/v1/models")
         @app.get("/v1/models/{id:path}")
@@ -1047,32 +1024,6 @@ class Api:
             return await self._answer(body, request, [prompt], params, chat=True)
 
         return app
-
-    async def _watch(self):
-        """For the page: who owns what, then, ten times a second, the steps that are new."""
-        engine, seen = self.engine, 0
-        layout, scheduler, ranks = engine.layout, engine.scheduler, range(engine.layout.ranks)
-        blocks, last = [layout.block(rank) for rank in ranks], None
-        pack = lambda data: f"data: {json.dumps(data)}\n\n"
-        yield pack({"hello": {
-            "model": self.name, "ranks": layout.ranks, "sp": layout.sp, "tp": layout.tp,
-            "heads": layout.heads, "kv_heads": layout.kv_heads, "blocks": blocks,
-            "q_heads": [[*layout.q_heads(block)] for block in blocks],
-            "kv_heads_of": [[*layout.kv_heads_of(block)] for block in blocks],
-            "shards": [[*layout.shard(rank)] for rank in ranks],
-            "max_step_tokens": engine.options.max_step_tokens, "kv_blocks": engine.num_blocks,
-            "block_size": engine.options.block_size, "fixed": self.flags.fixed_threshold}})
-        while True:
-            new = [summary for summary, *_ in [*engine.trace.steps] if summary[0] > seen]
-            seen = new[-1][0] if new else seen
-            data = {"threshold": engine.switch.threshold, "switch": str(engine.switch),
-                    "waiting": len(scheduler.waiting), "running": len(scheduler.running), "kv": {
-                        "requests": {r.id: r.blocks for r in [*scheduler.running]},
-                        "cached": [*scheduler.blocks.cached]}}
-            if new or data != last:
-                yield pack({"steps": new, **data})
-            last = data
-            await asyncio.sleep(0.1)
 
     def _model(self, name):
         if name != self.name:
