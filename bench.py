@@ -38,7 +38,7 @@ import torch
 
 from model import Config
 from serve import BlockManager, Engine, Options, Request, SamplingParams, Scheduler
-from shift import Layout, Link, LostRank, Switch, UserError, connect, cores, elements_sent, launch
+from shift import Layout, Link, LostRank, Switch, UserError, connect, elements_sent, launch
 
 sys.path.append(str(Path(__file__).parent / "assets"))
 import figures as report                                 # these two are in assets/

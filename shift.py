@@ -539,8 +539,10 @@ class Trace:
         self.steps = deque(maxlen=keep)                  # (summary, start, calls) of each
         if path:
             with link.together():
-                if link.rank == 0:
-                    Path(path).write_text("[\n")
+                try:
+                    Path(path).write_text("[\n") if link.rank == 0 else None
+                except OSError as e:
+                    raise UserError(f"--trace {path}: {e.strerror}") from None
             self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
             self.offset, error = self._compare_clocks()
             self.event("M", 0, 0, "process_name", args={"name": f"rank {link.rank}"})
