@@ -53,6 +53,8 @@ Call = namedtuple("Call", "at prompt output hashes")     # seconds, tokens, toke
 Served = namedtuple("Served", "at first last prompt output")      # three times, two lengths
 Step = namedtuple("Step", "at seconds tokens mode free") # free: share of the KV blocks
 LOADS = (0.2, 0.4, 0.6, 0.8, 1.0)                        # the rate sweep, as shares of the capacity
+# An engine's options that are flags here too; --systems says sp, tp and mode.
+OPTIONS = {f.name for f in fields(Options)} - {*"sp tp mode explain trace trace_steps".split()}
 
 
 def read_trace(path, minutes, scale):
@@ -147,8 +149,8 @@ def find_model(name):
     if not name.startswith("random:") and not Path(name or "none").is_dir():
         raise UserError(f"--model {name} is no directory, no random:..., and none of "
                         f"{', '.join(HARDWARE['models'])} with -fp8 or -bf16")
-    random_one = name.startswith("random:")
-    return Model(Config.random(name[7:]) if random_one else Config.read(name), 4, 4)
+    known = Config.random(name[7:]) if name.startswith("random:") else Config.read(name)
+    return Model(known, 4, 4)
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,8 @@ class Cost:
         crowd: ranks that compute, all engines together, for each core
         """
         c, word, P = self.model.config, self.model.word, self.layout.ranks
-        sp, tp = (self.layout.sp, self.layout.tp) if mode == "base" else (1, P)
+        layout = self.layout if mode == "base" else self.layout.shift
+        sp, tp = layout.sp, layout.tp
         tokens = sum(count for _, count in plan)
         t, head = -(-tokens // sp), c.dim * c.vocab / P
         # Read and written between the products: two norms with their residuals, then RoPE and SiLU;
@@ -237,7 +240,7 @@ class Cost:
         touched = word * (8 * c.dim + (2 * (c.heads + c.kv_heads) * c.head_dim + 3 * c.ffn) / tp)
         touched += (self.model.weight < word) * (word + self.model.weight) * (
             2 * c.dim + (c.heads * c.head_dim + c.ffn) / tp)
-        sent = elements_sent(self.layout, P - 1, tokens, c.dim, c.head_dim)[mode]
+        sent = elements_sent(layout, P - 1, tokens, c.dim, c.head_dim)
         swapped = (sent["qkv all_to_all"] + sent["attention all_to_all"]) / 2
 
         def within(n, stride):         # g of n ranks, every `stride`-th one, are on the same node
@@ -318,8 +321,8 @@ class Virtual:
         self.sampled, self.added = [[0]] * len(got), []
         self.finished = [number for number in got if not self.left[number]]
         self.load -= len(self.finished)
-        took, free = self.clock - start, blocks.available / blocks.num_blocks
-        return Step(start, took, tokens, mode, free), got
+        free = blocks.available / blocks.num_blocks
+        return Step(start, self.clock - start, tokens, mode, free), got
 
 
 def simulate(system, cluster, model, calls, window, args):
@@ -418,14 +421,14 @@ def drive(engine, me, engines, calls, window, world, args):
         Path(file.name).write_bytes(bytes(8 * (1 + 2 * engines)))
         dealer = Dealer(world.gather(file.name)[0], me, engines)
         world.barrier()
-    came, first, last, steps, switch = {}, {}, {}, [], engine.switch
+    came, first, last, steps = {}, {}, {}, []
     now = lambda: time.perf_counter() - start
     # The same prompts as in the last run: nothing of it may be in the prefix cache.
-    blocks = engine.scheduler.blocks = BlockManager(engine.num_blocks, engine.options.block_size)
+    engine.scheduler.blocks = BlockManager(engine.num_blocks, engine.options.block_size)
 
-    def watched(tokens):
-        steps.append(Step(now(), 0, tokens, switch(tokens), blocks.available / blocks.num_blocks))
-        return steps[-1].mode
+    def on_step(summary, began, end, calls, counters):       # instead of the trace
+        steps.append(Step(began - start, end - began, summary[1], summary[4],
+                          1 - counters["KV blocks"]["used"] / engine.num_blocks))
 
     def on_events(events):
         for event in events:
@@ -443,12 +446,13 @@ def drive(engine, me, engines, calls, window, world, args):
                 dealer.taken[me] -= 1
         engine.close()
     prompts = [prompt_of(call, i, engine.config.vocab, args.scale) for i, call in enumerate(calls)]
-    engine.switch, engine.on_events = watched, on_events
+    engine.trace.step, engine.on_events = on_step, on_events
     start = max(world.gather(time.perf_counter()))
     if engine.rank == 0:
         threading.Thread(target=feed, daemon=True).start()
     engine.run()
-    engine.switch, engine.closing = switch, False
+    del engine.trace.step
+    engine.closing = False
     served = [Served(came[i], first[i], last[i], *calls[i][1:3]) for i in last]
     both = zip(*world.gather((served, steps if engine.rank == 0 else [])))
     served, steps = (list(itertools.chain(*of_ranks)) for of_ranks in both)
@@ -458,7 +462,7 @@ def drive(engine, me, engines, calls, window, world, args):
 def make_engine(system, args, world, emulate):
     """(this rank's engine of a system, which of how many engines it is)."""
     me, ranks = world.rank // (system.sp * system.tp), system.sp * system.tp
-    options = {f.name: getattr(args, f.name) for f in fields(Options) if hasattr(args, f.name)}
+    options = {name: getattr(args, name) for name in OPTIONS}
     options |= {**system._asdict(), "link_gbps": emulate[0], "link_us": emulate[1]}
     return Engine(range(me * ranks, (me + 1) * ranks), **options), me, world.size // ranks
 
@@ -588,7 +592,7 @@ def parse(argv):
         add = commands.add_parser(name, allow_abbrev=False).add_argument
         big = name in ("simulate", "figures")
         for f in fields(Options):
-            if f.type is not bool and f.name not in ("sp", "tp", "mode"):    # --systems says these
+            if f.name in OPTIONS:
                 add(f"--{f.name.replace('_', '-')}", type=f.type, help=f.metadata["help"], default=(
                     {"model": "llama-70b-fp8", "max_step_tokens": 8192} if big else {}).get(
                     f.name, f.default))

@@ -380,7 +380,7 @@ class Options:
 
 # For --explain 2: the shapes in the legend's letters, and what it is for
 LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my heads"),
-          "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> my tokens, all heads"),
+          "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> mine, all heads"),
           "o": ("(t, D)", "the sum of all ranks' heads"),
           "mlp": ("(t, D)", "the sum of all ranks' MLP columns"),
           "logits": ("", "rows to all ranks, their slices of the vocabulary to rank 0")}

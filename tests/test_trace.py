@@ -1,4 +1,4 @@
-"""The trace: the file of four ranks' steps, held to itself and to the Link's counts; what is kept."""
+"""The trace: the file of four ranks' steps, held to itself and to what the Link counts."""
 import json
 import os
 import signal
