@@ -33,7 +33,7 @@ from shift import (Layout, Link, Switch, UserError, both_modes, connect, cores, 
 
 WIDTH = 98
 PAGE = 16                              # tokens in a KV block
-COLOURS = {"bold": 1, "base": 34, "shift": 33}
+COLOURS = {"bold": 1, "base": 36, "shift": 33}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -286,8 +286,8 @@ def tell(layout, tokens, dim, head_dim, told):
     me = f"rank {hero} = (s {s}, t {t})"
     chapter(2, "One copy of the weights, two views")
     print(f"{me} stores the {count(layout.sp, 'block')} {span(layout.shard(hero))} of shard {t}, "
-          f"one after the other. Shift mode uses\nnumber {s} of them, block {block}, where it lies: "
-          "a slice of the same memory.\n")
+          f"one after the other. Shift mode uses\nnumber {s} of them, block {block}, where it "
+          "lies: a slice of the same memory.\n")
     for name, (whole, view, offset) in zip(("w_qkv", "w_o"), seen["view"]):
         print(f"    {name:5}  base {str(tuple(whole)):20} shift {str(tuple(view)):20} "
               f"starts at element {offset:,}")
@@ -295,13 +295,13 @@ def tell(layout, tokens, dim, head_dim, told):
           f"(all ranks together: {sum(one['extra'] for one in told)}).")
 
     chapter(3, f"One attention layer, seen from {me}")
-    print("Real processes have just moved these numbers. Lines with * are the only places where ranks "
-          "talk.")
+    print("Real processes have just moved these numbers. Lines with * are the only places where "
+          "ranks talk.")
     for name, way in (("base", layout), ("shift", layout.shift)):
         own = range(*ends(tokens, way.sp, way.coordinates(hero)[0]))
         blocks = layout.shard(hero) if name == "base" else [block]
-        print("\n" + paint(f"{name} mode: sp {way.sp} x tp {way.tp}; tokens {span(own)}, weights of "
-                           f"{'block' if len(blocks) == 1 else 'blocks'} {span(blocks)}", name))
+        print("\n" + paint(f"{name} mode: sp {way.sp} x tp {way.tp}; tokens {span(own)}, weights "
+                           f"of {'block' if len(blocks) == 1 else 'blocks'} {span(blocks)}", name))
         for what, ranks, letters, shape, nbytes, says in seen[name]["notes"]:
             place = f"{what} over {members(ranks)}" if ranks else what
             sent = f"{size(nbytes)} sent" if ranks else ""
@@ -318,13 +318,13 @@ def tell(layout, tokens, dim, head_dim, told):
         rows = ["".join(f"{number:9.4f}" for number in seen[name]["kv"][0, token, 0, :width])
                 for name in ("base", "shift")]
         print(f"  {token:5}{paint(rows[0], 'base')}   {paint(rows[1], 'shift')}")
-    same = sum(one["same_kv"] for one in told)
+    same, gap = sum(one["same_kv"] for one in told), max(one["gap"] for one in told)
     print(f"\nBit for bit the same on {same} of {count(layout.ranks, 'rank')}. "
-          f"The layer's outputs differ by at most {max(one['gap'] for one in told):.0e} (rounding).")
+          f"The layer's outputs differ by at most {gap:.0e} (rounding).")
 
     chapter(5, "Who sends how much")
-    print("Elements sent to other ranks in one layer, average over the ranks (the MLP, not run here, "
-          "ends in\none more all_reduce like o's):\n")
+    print("Elements sent to other ranks in one layer, average over the ranks (the MLP, not run "
+          "here, ends in\none more all_reduce like o's):\n")
     print(sums(layout, tokens, dim, head_dim))
     right = 0
     for rank, one in enumerate(told):
@@ -358,9 +358,10 @@ want base mode. The rule of the paper, applied anew to every step:
         print("\nWith sp 1 the two modes are one and the same.")
     else:
         print(f"""
-N depends on the machine, so the server times both modes when it starts. This toy, {switch.why},
-on {count(layout.ranks, 'rank')} that share {count(cores(), 'core')} and talk over gloo's sockets \
-(no GPUs, so the answer can surprise):
+N depends on the machine, so the server times both modes when it starts. This toy, on \
+{count(layout.ranks, 'rank')} that
+share {count(cores(), 'core')} and talk over gloo's sockets (no GPUs, so the answer can surprise), \
+{switch.why}:
 """)
         print(textwrap.fill(str(switch), WIDTH, initial_indent="    ", subsequent_indent="    "))
     print("\nNext: `Layout`, `Mode` and `Link` in shift.py, then `Llama.run_layers` in model.py.",

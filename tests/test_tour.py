@@ -142,7 +142,8 @@ def kilobytes(text):
     return float(number) * {"KB": 1, "MB": 1024}[unit]
 
 
-@pytest.mark.parametrize("sp, tp, H, K, T", [(4, 2, 16, 4, 100), (2, 1, 4, 1, 1), (1, 2, 2, 2, 5)])
+@pytest.mark.parametrize("sp, tp, H, K, T", [(4, 2, 16, 4, 100), (2, 1, 4, 1, 1),
+                                             (1, 2, 2, 2, 5)])
 def test_tour(sp, tp, H, K, T):
     """Real ranks: the walk's shapes and bytes are those of the design, and the modes agree."""
     P, Dh = sp * tp, 8
