@@ -360,7 +360,7 @@ want base mode. The rule of the paper, applied anew to every step:
         print(f"""
 N depends on the machine, so the server times both modes when it starts. This toy, on \
 {count(layout.ranks, 'rank')} that
-share {count(cores(), 'core')} and talk over gloo's sockets (no GPUs, so the answer can surprise), \
+share {count(cores(), 'core')} and talk over gloo's sockets (no GPUs, so the answer can surprise),
 {switch.why}:
 """)
         print(textwrap.fill(str(switch), WIDTH, initial_indent="    ", subsequent_indent="    "))
