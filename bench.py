@@ -38,11 +38,12 @@ import torch
 
 from model import Config
 from serve import BlockManager, Engine, Options, Request, SamplingParams, Scheduler
-from shift import Layout, Link, LostRank, Switch, UserError, connect, elements_sent, launch
+from shift import Layout, Link, LostRank, Switch, UserError, connect, launch
 
 sys.path.append(str(Path(__file__).parent / "assets"))
-import figures as report                                 # these two are in assets/
+import figures as report                                 # these three are in assets/
 import peers
+from tour import elements_sent
 
 HARDWARE = report.HARDWARE                               # assets/hardware.json
 

@@ -897,7 +897,7 @@ class Gate:
     async def __call__(self, scope, receive, send):
         given, app, size = dict(scope.get("headers", ())).get(b"authorization", b""), self.app, 0
         known = any([hmac.compare_digest(given, key) for key in self.keys])      # all: same time
-        if self.keys and not known and scope.get("path", "/health") != "/health":
+        if self.keys and not known and scope.get("path", "/") not in ("/", "/health"):
             app = Failure(401, "this server wants a key: authorization: Bearer KEY",
                           "invalid_api_key", {"www-authenticate": "Bearer"}).response()
 

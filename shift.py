@@ -6,7 +6,7 @@ two ways to run a step over that layout; `Link` carries every collective, by nam
 
 What it does not know: Llama, requests, HTTP.
 
-    python shift.py --ranks 8 --sp 4 --tp 2 --heads 16 --kv-heads 4    who owns what, and the bytes
+    python shift.py --ranks 8 --sp 4 --tp 2 --heads 16 --kv-heads 4    a tour, on real processes
 
 The idea ("Shift Parallelism", arXiv 2509.16495, section 3). A rank is a pair (s, t): it holds slice
 s of the tokens and shard t of the weights, `rank = s * tp + t`. Cut every layer into P = sp * tp
@@ -21,9 +21,9 @@ tokens by block b alone. Either way the keys and values of block b land on the s
 cache is valid in both modes, and block b is a contiguous slice of shard t, so the weights are too:
 a switch moves nothing.
 """
-import argparse
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -136,6 +136,18 @@ class Layout:
 def token_slices(tokens, sp):
     """Tokens of each slice: slice s is [T*s//sp, T*(s+1)//sp). Uneven and empty ones are fine."""
     return [tokens * (s + 1) // sp - tokens * s // sp for s in range(sp)]
+
+
+def split_ranks(ranks, sp=None, tp=None):
+    """(sp, tp) with sp * tp = ranks, from what the user fixed; all sequence-parallel by default."""
+    if min(degree for degree in (ranks, sp, tp) if degree is not None) < 1:
+        raise UserError(f"ranks {ranks}, sp {sp}, tp {tp}: each must be at least 1")
+    asked = " x ".join(f"{name} {n}" for name, n in (("sp", sp), ("tp", tp)) if n)
+    sp, tp = sp or ranks // (tp or 1), tp or ranks // (sp or ranks)
+    if sp * tp != ranks:
+        raise UserError(f"{asked} is not {ranks} ranks: give one that divides {ranks}, or two "
+                        f"whose product it is")
+    return sp, tp
 
 
 @dataclass(frozen=True)
@@ -615,106 +627,14 @@ class Trace:
 
 
 # --------------------------------------------------------------------------------------------------
-# python shift.py: who owns what
-
-
-def elements_sent(layout, rank, tokens, dim, head_dim):
-    """Elements that one rank sends to others in one layer of base mode, by collective.
-
-    Worked out from the token slices, in the order of the forward pass. Their average over the ranks
-    is the closed form of `formula`. (DESIGN: a ring all_reduce of n ranks sends 2(n-1)/n of x.)
-    """
-    s, _ = layout.coordinates(rank)
-    mine, columns = token_slices(tokens, layout.sp)[s], (layout.h + 2 * layout.k) * head_dim
-    reduce = 2 * (layout.tp - 1) / layout.tp * mine * dim
-    return {"qkv all_to_all": (layout.sp - 1) * mine * columns,
-            "attention all_to_all": (tokens - mine) * layout.h * head_dim,
-            "o all_reduce": reduce, "mlp all_reduce": reduce}
-
-
-def formula(layout, tokens, dim, head_dim):
-    """The average over ranks: T*D * [4(tp-1)/(tp*sp) + (sp-1)/(sp*P) * (2H + 2K')*Dh/D]."""
-    sp, tp, ranks = layout.sp, layout.tp, layout.ranks
-    both = 2 * layout.heads + 2 * max(layout.kv_heads, ranks)
-    return tokens * dim * (4 * (tp - 1) / (tp * sp)
-                           + (sp - 1) / (sp * ranks) * both * head_dim / dim)
-
-
-def traffic(layout, tokens, dim, head_dim):
-    """Elements sent in one layer, as the average over the ranks: by collective, and summed up."""
-    sent = [elements_sent(layout, rank, tokens, dim, head_dim) for rank in range(layout.ranks)]
-    mean = {op: sum(one[op] for one in sent) / layout.ranks for op in sent[0]}
-    total = sum(mean.values())
-    return {**mean, "sum": total, "closed form": formula(layout, tokens, dim, head_dim),
-            "sum / (T * D)": total / tokens / dim}
-
-
-def span(items):
-    """A range in words: 4-7, 4, or none."""
-    return "-".join(map(str, sorted({items[0], items[-1]}))) if items else "none"
-
-
-def explain(layout, tokens, dim, head_dim):
-    """The ownership table and the traffic of one layer, as text."""
-    lines = [
-        f"{layout.ranks} ranks = sp {layout.sp} x tp {layout.tp};  {layout.heads} query heads, "
-        f"{layout.kv_heads} KV heads;  a step of {tokens} tokens", "",
-        "        |      in both modes       |       base mode       |      shift mode",
-        "rank s t|block q heads KV heads    | tokens    weights of  | tokens    weights of",
-        "        |      = its KV cache      |           blocks      |           block",
-        "-" * 80]
-    for rank in range(layout.ranks):
-        (s, t), block = layout.coordinates(rank), layout.block(rank)
-        own = range(tokens * s // layout.sp, tokens * (s + 1) // layout.sp)
-        lines.append(
-            f"{rank:4} {s} {t}|{block:5} {span(layout.q_heads(block)):7} "
-            f"{span(layout.kv_heads_of(block)):12}| {span(own):9} {span(layout.shard(rank)):12}| "
-            f"{span(range(tokens)):9} {block}")
-    lines += ["", "A switch moves nothing: a rank caches the heads of one block in both modes, and",
-              "the block's weights are a slice of the shard that base mode uses.", "",
-              "Elements sent to other ranks in one layer, average over the ranks:",
-              f"{'':24}{'base':>14}{'shift':>14}"]
-    base, shift = (traffic(way, tokens, dim, head_dim) for way in (layout, layout.shift))
-    lines += [f"{name:24}{base[name]:14,.3f}{shift[name]:14,.3f}" for name in base]
-    return "\n".join(lines)
+# python shift.py: the guided tour
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Who owns what under Shift Parallelism.")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--sp", type=int, help="sequence-parallel degree of base mode")
-    parser.add_argument("--tp", type=int, help="tensor-parallel degree of base mode")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--dim", type=int, help="hidden size, default heads * head-dim")
-    parser.add_argument("--tokens", type=int, default=100, help="tokens in the step")
-    args = parser.parse_args()
-    try:
-        if args.sp is args.tp is None and args.ranks > 2 and args.ranks % 2 == 0:
-            args.tp = 2                                      # a mixed layout shows more
-        sp, tp = split_ranks(args.ranks, args.sp, args.tp)
-        layout = Layout(sp, tp, args.heads, args.kv_heads, ffn=args.heads)
-        dim = args.heads * args.head_dim if args.dim is None else args.dim
-        if min(args.tokens, args.head_dim, dim) < 1:
-            raise UserError("--tokens, --head-dim and --dim must be at least 1")
-    except UserError as e:
-        print(f"shift.py: {e}", file=sys.stderr)
-        return 2
-    print(explain(layout, args.tokens, dim, args.head_dim))
-
-
-def split_ranks(ranks, sp=None, tp=None):
-    """(sp, tp) with sp * tp = ranks, from what the user fixed; all sequence-parallel by default."""
-    if min(degree for degree in (ranks, sp, tp) if degree is not None) < 1:
-        raise UserError(f"ranks {ranks}, sp {sp}, tp {tp}: each must be at least 1")
-    asked = " x ".join(f"{name} {n}" for name, n in (("sp", sp), ("tp", tp)) if n)
-    sp, tp = sp or ranks // (tp or 1), tp or ranks // (sp or ranks)
-    if sp * tp != ranks:
-        raise UserError(f"{asked} is not {ranks} ranks: give one that divides {ranks}, or two "
-                        f"whose product it is")
-    return sp, tp
+    """Real ranks walk one attention layer in both modes, and print what happens."""
+    tour = Path(__file__).parent / "assets" / "tour.py"
+    runpy.run_path(str(tour), run_name="__main__")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,7 +15,8 @@ import bench
 from bench import Call, Cluster, Cost, Model
 from common import deadline
 from model import Config
-from shift import Layout, UserError, formula
+from shift import Layout, UserError
+from tour import formula                                 # in assets/, as bench.py arranges
 
 SMALL = Model(Config(dim=64, layers=2, heads=8, kv_heads=4, head_dim=8, ffn=128, vocab=96), 1, 2)
 FREE = Cluster("free", 8)                                    # everything costs nothing
@@ -63,7 +64,8 @@ def test_collectives_by_hand():
         x, c = Cost(FREE, SMALL, sp, tp).amounts([(0, 80)], mode), SMALL.config
         a, b = (sp, tp) if mode == "base" else (1, 8)
         sent = x["reduce"][0] * x["reduce"][1] + x["exchange"][0] * x["exchange"][1]
-        assert sent == pytest.approx(2 * 2 * formula(Layout(a, b, c.heads, c.kv_heads, c.ffn), 80, c.dim, 8))
+        layout = Layout(a, b, c.heads, c.kv_heads, c.ffn)
+        assert sent == pytest.approx(2 * 2 * formula(layout, 80, c.dim, 8))
         assert (x["reduce"][0], x["exchange"][0]) == (4 * (b > 1), 4 * (a > 1))
 
 

@@ -1,8 +1,7 @@
-"""Who owns what, the collectives and their counts, the switch, and `python shift.py`."""
+"""Who owns what, the collectives and their counts, the switch, and starting ranks."""
 import multiprocessing as mp
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -90,44 +89,6 @@ def test_token_slices():
             assert len(slices) == sp and sum(slices) == tokens
             assert max(slices) - min(slices) <= 1
             assert [sum(slices[:s]) for s in range(sp)] == [tokens * s // sp for s in range(sp)]
-
-
-# --------------------------------------------------------------------------------------------------
-# Bytes: the formula of the design, written again
-
-
-def elements(sp, tp, H, K, Dh, D, T, s):
-    """What rank (s, any t) sends in one layer: qkv, attention and the two all_reduces."""
-    P = sp * tp
-    h, k = H // P, max(1, K // P)
-    mine = (T * (s + 1)) // sp - (T * s) // sp
-    return [(sp - 1) * mine * (h + 2 * k) * Dh, (T - mine) * h * Dh, 4 * (tp - 1) / tp * mine * D]
-
-
-def test_the_worked_numbers():
-    """Llama-70B-like, P = 8: TP 3.50, (2,4) 1.64, (4,2) 0.71, SP 0.246 elements per T*D."""
-    T, H, K, Dh = 800, 64, 8, 128
-    for sp, tp, say in ((1, 8, "3.50"), (2, 4, "1.64"), (4, 2, "0.71"), (8, 1, "0.246")):
-        mean = sum(sum(elements(sp, tp, H, K, Dh, H * Dh, T, s)) for s in range(sp)) / sp
-        for value in (mean, shift.formula(Layout(sp, tp, H, K, H), T, H * Dh, Dh)):
-            assert f"{value / (T * H * Dh):.{len(say) - 2}f}" == say
-
-
-@pytest.mark.parametrize("H, K, Dh, D", [(64, 8, 128, 8192), (16, 16, 12, 100), (8, 2, 12, 40)])
-def test_elements_sent_and_the_closed_form(H, K, Dh, D):
-    """elements_sent is the formula rank by rank, and its average over ranks the closed form."""
-    for sp, tp in factorizations(8):
-        layout = Layout(sp, tp, H, K, H)
-        for T in (1, 5, 13, 64):
-            for m_sp, m_tp, way in ((sp, tp, layout), (1, 8, layout.shift)):
-                total = 0
-                for rank in range(8):
-                    sent = shift.elements_sent(way, rank, T, D, Dh)
-                    qkv, attention, reduce = elements(m_sp, m_tp, H, K, Dh, D, T, rank // m_tp)
-                    assert list(sent.values()) == pytest.approx(
-                        [qkv, attention, reduce / 2, reduce / 2])
-                    total += sum(sent.values())
-                assert total / 8 == pytest.approx(shift.formula(way, T, D, Dh))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -423,89 +384,3 @@ def test_switch_measured(tmp_path):
     assert text == f"shift up to {crossover} tokens, base from {crossover + 1} up" and "128" in why
     table, text, why = ranks[0]["stopped"]             # budget spent after T = 1, where base wins
     assert table == [False] * 65 and text == "base always" and why == "measured up to 1 tokens"
-
-
-# --------------------------------------------------------------------------------------------------
-# python shift.py
-
-
-def explain(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["shift.py", *map(str, arguments)])
-    code = shift.main()
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def cells(line):
-    """rank, s, t, block, q heads, kv heads, tokens, shard, tokens, block: a rank's line."""
-    return line.replace("|", " ").split()
-
-
-@pytest.mark.parametrize("sp, tp, H, K, T", [(4, 2, 16, 4, 100), (8, 1, 8, 1, 5), (1, 8, 64, 64, 1),
-                                             (2, 3, 12, 6, 7), (1, 1, 4, 2, 9)])
-def test_explain(monkeypatch, capsys, sp, tp, H, K, T):
-    """The table says, rank by rank, what the layout says; the sums are those of the formula."""
-    P, D, Dh = sp * tp, 40, 6
-    code, out, err = explain(monkeypatch, capsys, "--ranks", P, "--sp", sp, "--tp", tp,
-                             "--heads", H, "--kv-heads", K, "--tokens", T, "--dim", D,
-                             "--head-dim", Dh)
-    assert not code and not err
-    span = lambda first, last: str(first) if first == last else f"{first}-{last}"
-    table = [cells(line) for line in out.splitlines() if line[:4].strip().isdigit()]
-    want = []
-    for s in range(sp):
-        for t in range(tp):
-            block, first, last = t * sp + s, T * s // sp, T * (s + 1) // sp - 1
-            head = block * (H // P) // (H // K)
-            want.append([str(s * tp + t), str(s), str(t), str(block),
-                         span(block * (H // P), (block + 1) * (H // P) - 1),
-                         span(head, head + max(1, K // P) - 1),
-                         "none" if last < first else span(first, last),
-                         span(t * sp, t * sp + sp - 1), span(0, T - 1), str(block)])
-    assert table == want
-    sums = {line[:24].strip(): [float(x.replace(",", "")) for x in line[24:].split()]
-            for line in out.splitlines()[-7:]}
-    for column, (m_sp, m_tp) in enumerate(((sp, tp), (1, P))):
-        sent = [elements(m_sp, m_tp, H, K, Dh, D, T, s) for s in range(m_sp)]
-        mean = [sum(row) / m_sp for row in zip(*sent)]
-        assert sums["qkv all_to_all"][column] == pytest.approx(mean[0], abs=0.06)
-        assert sums["attention all_to_all"][column] == pytest.approx(mean[1], abs=0.06)
-        assert sums["o all_reduce"][column] == pytest.approx(mean[2] / 2, abs=0.06)
-        assert sums["mlp all_reduce"][column] == pytest.approx(mean[2] / 2, abs=0.06)
-        assert sums["sum"][column] == pytest.approx(sum(mean), abs=0.06)
-        assert sums["closed form"][column] == pytest.approx(sum(mean), abs=0.06)
-        assert sums["sum / (T * D)"][column] == pytest.approx(sum(mean) / T / D, abs=0.0006)
-
-
-@pytest.mark.parametrize("given, sp, tp", [
-    ((), 4, 2), (("--sp", 8), 8, 1), (("--tp", 4), 2, 4), (("--ranks", 4, "--sp", 2), 2, 2),
-    (("--ranks", 1), 1, 1), (("--ranks", 3, "--heads", 6, "--kv-heads", 3), 3, 1)])
-def test_what_is_not_given_is_filled_in(monkeypatch, capsys, given, sp, tp):
-    """Any rank count works without --sp and --tp, and either of them is enough."""
-    code, out, err = explain(monkeypatch, capsys, *given)
-    assert not code and out.startswith(f"{sp * tp} ranks = sp {sp} x tp {tp};"), err
-
-
-@pytest.mark.parametrize("given, says", [
-    (("--sp", 3, "--tp", 2), "sp 3 x tp 2 is not 8 ranks"), (("--sp", 3), "8 ranks"),
-    (("--heads", 12), "12 heads"), (("--kv-heads", 3), "3 KV heads"), (("--tokens", 0), "--tokens"),
-    (("--ranks", 0), "at least 1"), (("--tp", -1), "at least 1"), (("--heads", 0), "at least 1"),
-    (("--tp", 0), "at least 1"), (("--sp", 0), "at least 1"), (("--dim", 0), "at least 1"),
-    (("--head-dim", 0), "--head-dim")])
-def test_what_cannot_be_is_one_line(monkeypatch, capsys, given, says):
-    """Impossible values: code 2, one line on stderr that carries the value, nothing else."""
-    code, out, err = explain(monkeypatch, capsys, *given)
-    assert code == 2 and not out
-    assert says in err and err.count("\n") == 1 and err.endswith("\n")
-
-
-def test_as_a_command():
-    """python shift.py for real: the code reaches the shell, and no traceback the user."""
-    file = Path(shift.__file__)
-    run = lambda *arguments: subprocess.run([sys.executable, file, *arguments], capture_output=True,
-                                            text=True, timeout=60)
-    good, bad = run("--ranks", "4", "--tp", "2"), run("--heads", "12")
-    assert good.returncode == 0 and not good.stderr
-    assert good.stdout.startswith("4 ranks = sp 2 x tp 2")
-    assert bad.returncode == 2 and not bad.stdout
-    assert bad.stderr.startswith("shift.py: ") and bad.stderr.count("\n") == 1
