@@ -98,7 +98,7 @@ def test_budget_of_c():
     assert max(len(line) for line in source("kernels.c").splitlines()) <= 100
 
 
-@pytest.mark.parametrize("file", [f"{name}.py" for name in PRESENT] + sorted(
+@pytest.mark.parametrize("file", [f"{name}.py" for name in PRESENT] + ["assets/tour.py"] + sorted(
     str(file.relative_to(ROOT)) for file in (ROOT / "tests").glob("*.py")))
 def test_lines_are_short_and_hold_one_statement(file):
     """At most 100 columns, one statement a line, no tabs and no trailing blanks."""

@@ -103,8 +103,9 @@ def test_text_streams(visit, server):
     page = visit(server)
     page.evaluate("""() => {
         window.lengths = [];
-        new MutationObserver(() => lengths.push(document.getElementById("answer").textContent.length))
-            .observe(document.getElementById("answer"), {childList: true});
+        const answer = document.getElementById("answer");
+        new MutationObserver(() => lengths.push(answer.textContent.length))
+            .observe(answer, {childList: true});
     }""")
     page.fill("#prompt", "Once upon a time, a small fox <img src=x>")
     page.press("#prompt", "Enter")
@@ -177,7 +178,7 @@ def test_the_slider_moves_the_threshold(visit, server):
     page = visit(server)
     page.focus("#slider")
     page.keyboard.press("Home")
-    says(page, "#threshold", "0")
+    playwright.expect(page.locator("#threshold")).to_have_text("0")
     says(page, "#switch", "base from 1 up")
     assert modes() == {"base"}
     says(page, "#step", "base mode")
@@ -187,8 +188,9 @@ def test_the_slider_moves_the_threshold(visit, server):
     assert modes() == {"shift"}
     says(page, "#step", "shift mode")
     page.click("#auto")                                        # back to what it was started with
-    playwright.expect(page.locator("#switch")).to_contain_text("Now: ")
+    says(page, "#switch", f"shift up to {THRESHOLD} tokens")
     burst(page)
+    assert page.locator("#timeline rect.base").count()
 
 
 def test_keyboard_alone(visit, server):
