@@ -57,7 +57,7 @@ async def watch(api):
         new = [summary for summary, *_ in [*api.engine.trace.steps] if summary[0] > seen]
         seen, now = new[-1][0] if new else seen, state(api.engine)
         if new or now != last:
-            yield pack({"steps": new, **now})
+            yield pack({"steps": [(*step[:-1], round(step[-1], 2)) for step in new], **now})
         last = now
         await asyncio.sleep(0.1)
 
