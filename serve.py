@@ -144,15 +144,6 @@ class BlockManager:
             elif self.references[block] == 0:
                 self.cached[block] = None
 
-    def check(self):
-        """free + cached + used = total, and no block is two of them."""
-        used = [b for b, count in enumerate(self.references) if count]
-        assert all(count >= 0 for count in self.references), self.references
-        assert sorted([*self.empty, *self.cached, *used]) == list(range(self.num_blocks)), used
-        named = {block: name for block, name in enumerate(self.hash_of) if name is not None}
-        assert named == {block: name for name, block in self.block_of.items()}, "names mixed up"
-        assert named.keys() >= self.cached.keys() and not named.keys() & {*self.empty}
-
 
 # --------------------------------------------------------------------------------------------------
 # Scheduler
@@ -261,25 +252,6 @@ class Scheduler:
         self.cached_tokens += request.num_computed
         return True
 
-    def check(self):
-        """The invariants, for tests and --check: cheap enough for every step of a small pool."""
-        self.blocks.check()
-        held = [0] * self.blocks.num_blocks
-        for block in itertools.chain.from_iterable(request.blocks for request in self.running):
-            held[block] += 1
-        assert held == self.blocks.references, "references are not those of the block tables"
-        assert all(request.blocks is None for request in self.waiting)
-        assert len(self.running) + len(self.waiting) == len(self.requests)
-        for request in self.running:
-            assert request.num_computed < len(request.tokens) <= (
-                len(request.blocks) * self.blocks.block_size), request
-
-    def digest(self):
-        """A number that differs when the state does: ranks compare it (--check)."""
-        state = [(r.id, r.num_computed, r.tokens, r.blocks) for r in self.running], [
-            (r.id, r.tokens) for r in self.waiting], self.blocks.empty, list(self.blocks.cached)
-        return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
-
 
 # --------------------------------------------------------------------------------------------------
 # Outputs: what clients see. Rank 0 only.
@@ -363,7 +335,6 @@ class Options:
                           least=0, most=2, bare=1)
     trace: str = option(None, "write a file for ui.perfetto.dev")
     trace_steps: int = option(10_000, "steps in that file, at most", least=1)
-    check: bool = option(False, "check invariants and compare the ranks in each step (slow)")
 
     def __post_init__(self):
         for f in fields(self):
@@ -578,8 +549,6 @@ class Engine:
             self.trace.close()
             return False
         plan = self.scheduler.schedule()
-        if self.options.check:
-            self._check()
         if not plan:
             self.link.barrier()                              # an idle tick: everybody is alive
             return True
@@ -641,11 +610,6 @@ class Engine:
         short = (torch.tensor(values, dtype=torch.int32) for values in (tables, starts, contexts))
         batch = Batch(*whole, *short, rows)
         return batch.to(self.link.device), sampling
-
-    def _check(self):
-        self.scheduler.check()
-        digests = self.link.gather(self.scheduler.digest())
-        assert len(set(digests)) == 1, f"step {self.step_count}: the ranks disagree: {digests}"
 
     def _record(self, plan, tokens, mode, start):
         """Tell the trace of this step, and --explain's reader."""

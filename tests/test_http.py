@@ -37,7 +37,7 @@ POOL, PAGE = 4, 16                      # of the small server: 4 blocks of 16 to
 @pytest.fixture(scope="module")
 def server():
     with Server("--nproc", 2, "--threshold", 16, "--kv-blocks", 600,         # small, so that to
-                "--check", "--explain").ready() as server:                   # check it is quick
+                "--explain", checked=True).ready() as server:                # check it is quick
         yield server
         assert server.stop() == 0
         assert server.err == [], "a server that refused bad requests has nothing to complain of"
@@ -60,7 +60,7 @@ def small(small_servers):
         small_servers.pop().kill()
     if not small_servers:
         small_servers.append(Server("--kv-blocks", POOL, "--block-size", PAGE, "--max-seqs", 1,
-                                    "--threshold", 16, "--check", "--explain").ready())
+                                    "--threshold", 16, "--explain", checked=True).ready())
     return small_servers[-1]
 
 
