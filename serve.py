@@ -29,8 +29,8 @@ import sys
 import threading
 import time
 from array import array
-from collections import Counter, OrderedDict, deque, namedtuple
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -174,7 +174,8 @@ class Scheduler:
         """What happened since the last plan, in one fixed order.
 
         sampled   for each request of the plan whose last token was computed: its new tokens
-        finished  ids to forget, whether complete or cancelled; added  [(id, prompt tokens)]
+        added     [(id, prompt tokens)]
+        finished  ids to forget, complete or cancelled; one just added may be among them
         """
         sampled = iter(sampled)
         for request, count in self.plan:
@@ -183,6 +184,10 @@ class Scheduler:
                 request.tokens += next(sampled)
             self._publish(request, count)
         self.plan = []
+        for id, tokens in added:
+            request = Request(id, list(tokens), len(tokens), hashes=[])
+            self.requests[id] = request
+            self.waiting.append(request)
         for id in finished:
             request = self.requests.pop(id)
             if request.blocks is None:
@@ -190,10 +195,6 @@ class Scheduler:
             else:
                 self.running.remove(request)
                 self.blocks.release(request.blocks)
-        for id, tokens in added:
-            request = Request(id, list(tokens), len(tokens), hashes=[])
-            self.requests[id] = request
-            self.waiting.append(request)
 
     def _publish(self, request, count):
         """Offer the blocks that the last `count` computed tokens have filled."""
@@ -217,14 +218,15 @@ class Scheduler:
 
     def _grow(self):
         """Blocks for the tokens that running requests have gained; if too few, preempt youngest."""
-        for request in list(self.running):
-            if request.blocks is None:                       # preempted a moment ago
-                break
+        grown = 0
+        while grown < len(self.running):
+            request = self.running[grown]
             need = self.blocks.pages(len(request.tokens)) - len(request.blocks)
-            while need > self.blocks.available and request.blocks is not None:
+            if need > self.blocks.available:
                 self._preempt(self.running.pop())
-            if request.blocks is not None:
+            else:
                 request.blocks += self.blocks.allocate(need)
+                grown += 1
 
     def _preempt(self, request):
         """Give up the blocks; its tokens, output included, are computed again when it is back. It
@@ -351,7 +353,7 @@ class Options:
 
 # For --explain 2: the shapes in the legend's letters, and what it is for
 LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my heads"),
-          "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> my tokens, all heads"),
+          "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> mine, all heads"),
           "o": ("(t, D)", "the sum of all ranks' heads"),
           "mlp": ("(t, D)", "the sum of all ranks' MLP columns"),
           "logits": ("", "rows to all ranks, their slices of the vocabulary to rank 0")}
@@ -421,12 +423,12 @@ class Engine:
                                    self.options.max_seqs, self.options.max_step_tokens)
         self.switch = self.first_switch = self._make_switch()
         self.trace = Trace(self.link, self.options.trace, self.options.trace_steps)
-        self.step_count, self.sampled, self.finished = 0, [], []
+        self.sampled, self.finished = [], []
         self.outputs = {}              # id -> Output, alive; rank 0, the engine's thread only
         self.inbox, self.dropped, self.ids = [], [], itertools.count()
-        self.asks = []                 # [(what, value, Future)]: `ask`
+        self.asks = deque()            # (what, value, Future): `ask`
         self.wake = threading.Condition()                    # guards inbox, ids, closing, deadline
-        self.closing, self.deadline = False, None            # end when done; when to stop waiting
+        self.closing, self.deadline = False, math.inf        # end when done; when to stop waiting
         self.refusal, self.beat = None, time.monotonic()     # why nothing is taken; the last turn
         self.steps, self.step_tokens, self.mode, self.switches = Counter(), Counter(), None, 0
         self.on_events = lambda events: None                 # called once a step, with all events
@@ -436,61 +438,45 @@ class Engine:
     def _load(self):
         options, link = self.options, self.link
         sp, tp = split_ranks(link.size, options.sp, options.tp)
-        if options.model.startswith("random:"):
-            config = Config.random(options.model[len("random:"):])
-            source = RandomWeights(config)
-            self.tokenizer = RawTokens(config)
-        else:
-            directory = self._find_model()
-            with link.together():
+        with link.together():
+            if options.model.startswith("random:"):
+                config = Config.random(options.model.removeprefix("random:"))
+                source, self.tokenizer = RandomWeights(config), RawTokens(config)
+            else:
+                directory = find_model(options.model)        # the hub's locks: one rank downloads
                 config = Config.read(directory)
-                Layout(sp, tp, config.heads, config.kv_heads, config.ffn)   # fails before reading
                 source = Checkpoint(directory, config)
                 self.tokenizer = Tokenizer(directory, config) if self.rank == 0 else None
-        self.config = config
-        self.layout = Layout(sp, tp, config.heads, config.kv_heads, config.ffn)
+            self.layout = Layout(sp, tp, config.heads, config.kv_heads, config.ffn)
+        self._same_everywhere(config=config, checkpoint=source.fingerprint)
+        self.config, self.max_model_len = config, options.max_model_len or config.max_len
+        if self.max_model_len > config.max_len:
+            raise UserError(f"--max-model-len {self.max_model_len} > the model's {config.max_len}")
         auto = "float32" if link.device.type == "cpu" else config.dtype
-        dtype = auto if options.dtype == "auto" else options.dtype
+        dtype = getattr(torch, auto if options.dtype == "auto" else options.dtype)
         self.base, self.shift = both_modes(self.layout, link)
         with link.together():
             self.model = Llama(config, source, self.layout, link, (self.base, self.shift),
-                               min(config.max_len, options.max_model_len or config.max_len),
-                               getattr(torch, dtype), self.kernels)
-        self._same_everywhere(config=config, checkpoint=source.fingerprint)
-
-    def _find_model(self):
-        """The model's directory. One rank of a host downloads; the others ask twice a second
-        whether it is done, so that no time-out of theirs cuts a long download short."""
-        if Path(self.options.model).is_dir():
-            return self.options.model
-        first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        found = ThreadPoolExecutor(1).submit(find_model, self.options.model) if first else None
-        while not all(self.link.gather(not first or found.done())):
-            time.sleep(0.5)
-        with self.link.together():
-            return found.result() if first else find_model(self.options.model)
+                               self.max_model_len, dtype, self.kernels)
 
     def _allocate_kv(self):
         """The pool: as many blocks as asked for or as fit, the same number on every rank."""
-        options, config = self.options, self.config
-        size = 2 * config.layers * self.layout.k * options.block_size * config.head_dim
-        size *= self.model.dtype.itemsize
-        longest = min(config.max_len, options.max_model_len or config.max_len)
-        if options.max_model_len and options.max_model_len > config.max_len:
-            raise UserError(f"--max-model-len {options.max_model_len} > the model's {longest}")
-        pages = -(-longest // options.block_size)
+        options, config, size = self.options, self.config, self.options.block_size
+        nbytes = 2 * config.layers * self.layout.k * size * config.head_dim
+        nbytes *= self.model.dtype.itemsize
         if self.link.device.type == "cpu":
             here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // here
         else:
             memory = int(torch.cuda.mem_get_info(self.link.device)[0] * 0.8)
-        fits = min(self.link.gather(memory // size))
-        self.num_blocks = options.kv_blocks or min(fits, pages * options.max_seqs)
-        self.max_model_len = min(longest, self.num_blocks * options.block_size)
+        fits = min(self.link.gather(memory // nbytes))
+        useful = -(-self.max_model_len // size) * options.max_seqs
+        self.num_blocks = options.kv_blocks or min(fits, useful)
+        self.max_model_len = min(self.max_model_len, self.num_blocks * size)
         if self.max_model_len < (options.max_model_len or 1):
             raise UserError(f"--max-model-len {options.max_model_len} is more than the pool's "
-                            f"{self.num_blocks} blocks x {options.block_size}: raise --kv-blocks")
-        self.model.allocate_kv(self.num_blocks, options.block_size)
+                            f"{self.num_blocks} blocks x {size}: raise --kv-blocks")
+        self.model.allocate_kv(self.num_blocks, size)
 
     def _make_switch(self):
         options, most = self.options, self.options.max_step_tokens
@@ -510,15 +496,10 @@ class Engine:
     def _time_step(self, name, tokens):
         """Seconds of two layers (all are alike) for prompts of up to TIMED tokens."""
         length = min(self.TIMED, tokens, self.max_model_len)
-        starts = torch.arange(0, tokens, length)
-        batch = Batch(token_ids=torch.zeros(tokens, dtype=torch.int64),
-                      positions=torch.arange(tokens) % length,
-                      slot_mapping=torch.arange(tokens) % length,
-                      block_tables=torch.arange(self.scheduler.blocks.pages(length),
-                                                dtype=torch.int32).repeat(len(starts), 1),
-                      query_starts=torch.cat([starts, torch.tensor([tokens])]).int(),
-                      context_lens=(tokens - starts).clamp(max=length).int(),
-                      rows=[]).to(self.link.device)
+        blocks = [*range(self.scheduler.blocks.pages(length))]           # all prompts write to them
+        prompts = [[0] * min(length, tokens - first) for first in range(0, tokens, length)]
+        batch, _ = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
+                                for prompt in prompts])
         mode = self.base if name == "base" else self.shift
         x = self.model.embed(batch, mode)
         self.link.barrier()
@@ -560,11 +541,6 @@ class Engine:
         logits = self.model.forward(batch, mode)
         if self.rank == 0:
             self._deliver(sampling, logits)
-        self.step_count += 1
-        self.steps[mode.name] += 1
-        self.step_tokens[mode.name] += tokens
-        self.switches += self.mode not in (None, mode)
-        self.mode = mode
         self._record(plan, tokens, mode, start)
         return True
 
@@ -612,23 +588,28 @@ class Engine:
         return batch.to(self.link.device), sampling
 
     def _record(self, plan, tokens, mode, start):
-        """Tell the trace of this step, and --explain's reader."""
+        """Count this step, and tell the trace and --explain's reader of it."""
+        self.steps[mode.name] += 1
+        self.step_tokens[mode.name] += tokens
+        self.switches += self.mode not in (None, mode)
+        self.mode = mode
         end, calls = time.perf_counter(), [*self.link.log]
         decode = sum(request.num_computed >= request.num_prompt for request, _ in plan)
-        summary = self.step_count, tokens, tokens - decode, decode, mode.name, (end - start) * 1e3
-        waiting, free = len(self.scheduler.waiting), self.scheduler.blocks.available
+        summary = (self.steps.total(), tokens, tokens - decode, decode, mode.name,
+                   (end - start) * 1e3)
+        used = self.num_blocks - self.scheduler.blocks.available
         self.trace.step(summary, start, end, calls, {
             "tokens": {"tokens": tokens, "threshold": self.switch.threshold or 0},
-            "waiting": {"requests": waiting}, "KV blocks": {"used": self.num_blocks - free}})
+            "waiting": {"requests": len(self.scheduler.waiting)}, "KV blocks": {"used": used}})
         if self.options.explain and self.rank == 0:
             self._explain(summary, mode, calls)
 
     def _explain(self, summary, mode, calls):
         number, tokens, prefill, decode, name, milliseconds = summary
-        groups = {}
+        groups = defaultdict(list)
         for call in calls:
             if call.op != "mark":
-                groups.setdefault((call.what, call.op), []).append(call)
+                groups[call.what, call.op].append(call)
         sent = [f"{what} {op} {len(of)} x {sum(call.bytes for call in of) / len(of) / 1024:.1f} KB"
                 for (what, op), of in groups.items()]
         emulated = ", emulated link" * bool(self.link.emulate)
@@ -676,26 +657,26 @@ class Engine:
     def ask(self, what, value):
         """Something that all ranks do between two steps (any thread); returns its Future result:
         "threshold", N or "auto": the switch from now on; "collectives", a step: each rank's."""
+        future = Future()
         with self.wake:
-            self.asks.append((what, value, Future()))
+            self.asks.append((what, value, future))
             self.wake.notify()
-            return self.asks[-1][2]
+        return future
 
     def _answer(self, what, value):
         if what == "threshold":
-            fixed = value != "auto"
-            self.switch = result = (Switch.at(value, self.options.max_step_tokens) if fixed
-                                    else self.first_switch)
+            self.switch = result = self.first_switch if value == "auto" else Switch.at(
+                value, self.options.max_step_tokens)
         else:
             result = self.link.gather(self.trace.collectives(value))
         if self.rank == 0:
-            self.asked.pop(0).set_result(result)
+            self.asks.popleft()[-1].set_result(result)
 
-    def close(self, grace=None):
+    def close(self, grace=math.inf):
         """Finish what is queued, then end `run`; after `grace` seconds cancel what is left."""
         with self.wake:
             self.closing, self.refusal = True, "the server is shutting down"
-            self.deadline = None if grace is None else time.monotonic() + grace
+            self.deadline = time.monotonic() + grace
             self.wake.notify()
 
     def fail(self, reason):
@@ -710,22 +691,19 @@ class Engine:
             if not (self.outputs or self.finished):
                 self.wake.wait_for(lambda: self.inbox or self.asks or self.closing,
                                    timeout=self.IDLE_TICK)
-            added = [output for output in self.inbox if output not in self.dropped]
-            dropped = [output for output in dict.fromkeys(self.dropped) if output.finish is None]
-            asks, self.inbox, self.dropped, self.asks = self.asks, [], [], []
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                added, dropped = [], [*self.outputs.values(), *added]
-        for output in dropped:
+            added, dropped, self.inbox, self.dropped = self.inbox, self.dropped, [], []
+            self.outputs |= {output.id: output for output in added}
+            asks = [(what, value) for what, value, _ in self.asks]
+        if time.monotonic() > self.deadline:
+            dropped = [*self.outputs.values()]
+        cancelled = [output for output in dropped if self.outputs.pop(output.id, None)]
+        for output in cancelled:
             output.finish = "cancelled"
-            if self.outputs.pop(output.id, None):
-                self.finished.append(output.id)
-        if dropped:
-            self.on_events([Event(output, "", [], output.finish) for output in dropped])
-        self.outputs |= {output.id: output for output in added}
-        self.asked = [future for *_, future in asks]
+            self.finished.append(output.id)
+        if cancelled:
+            self.on_events([Event(output, "", [], output.finish) for output in cancelled])
         message = {"sampled": self.sampled, "finished": self.finished,
-                   "added": [(output.id, output.prompt) for output in added],
-                   "asks": [ask[:2] for ask in asks],
+                   "added": [(output.id, output.prompt) for output in added], "asks": asks,
                    "stop": self.closing and not self.outputs}
         self.sampled, self.finished = [], []
         return message
@@ -1196,7 +1174,7 @@ def watch(engine, flags, ended, finish):
             return
         before, calls = calls, sum(count.calls for count in [*engine.link.counts.values()])
         turns = turns + 1 if calls == before else 0
-    why = (f"stuck in step {engine.step_count}: no collective has returned for "
+    why = (f"stuck in step {engine.steps.total()}: no collective has returned for "
            f"{flags.step_timeout:g} s (--step-timeout), so a rank hangs or is stopped")
     print(f"serve.py: rank {engine.rank}: {why}", file=sys.stderr, flush=True)
     engine.fail(why)

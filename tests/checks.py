@@ -56,7 +56,7 @@ def checked(engine):
         plan = schedule()
         check(engine.scheduler)
         digests = engine.link.gather(digest(engine.scheduler))
-        assert len(set(digests)) == 1, f"step {engine.step_count}: ranks disagree: {digests}"
+        assert len(set(digests)) == 1, f"step {engine.steps.total()}: ranks disagree: {digests}"
         engine.checks += 1
         return plan
     engine.scheduler.schedule, engine.checks = and_check, 0

@@ -306,14 +306,14 @@ def traffic_world(root, steps, link, kernels):
         engine.close()
     engine.run()
     check(engine.scheduler)
-    assert engine.checks >= engine.step_count > 0
+    assert engine.checks >= engine.steps.total() > 0
     assert not engine.scheduler.requests and engine.scheduler.blocks.available == 14
     found = None
     if rank == 0:
         assert not engine.outputs and all(output.finish for output in outputs)
         assert ended == Counter(output.id for output in outputs), "each has one end"
         found = judge(outputs, Solo(0))
-        found |= {"preemptions": engine.scheduler.preemptions, "steps": engine.step_count,
+        found |= {"preemptions": engine.scheduler.preemptions, "steps": engine.steps.total(),
                   "cached": engine.scheduler.cached_tokens, "crossings": crossings(run)}
     save(root, found)
 

@@ -84,12 +84,9 @@ class Driver:
         return id
 
     def cancel(self, id):
-        """As an engine does it: a request that the schedulers have not heard of is never added."""
+        """As an engine does it, be it known to the schedulers or in the message to come."""
         self.wanted[id] = 0
-        if id in self.scheduler.requests:
-            self.message[1].append(id)
-        else:
-            self.message[2].remove((id, self.prompts[id]))
+        self.message[1].append(id)
 
     def unfinished(self):
         return [id for id, count in self.wanted.items() if len(self.outputs[id]) < count]
