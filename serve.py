@@ -741,7 +741,7 @@ class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
                                            for f in fields(SamplingParams)}),
            strict=True, extra="allow"):
     """What both kinds of completion have in common: all of SamplingParams, and null for a default.
-    Types are strict: "5" is not a number."""
+    Types are strict: "5" is not a number. Each kind also knows the form of its answer."""
     model: str | None = None
     n: int | None = Field(None, ge=1, le=128)
     stop: Text | Annotated[list[Text], Field(max_length=32, fail_fast=True)] | None = Field(
@@ -760,8 +760,8 @@ class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
     IGNORED: ClassVar = {"user", "metadata", "store", "service_tier", "safety_identifier",
                          "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
 
-    def sampling(self, **changes):
-        """SamplingParams, which check the values."""
+    def sampling(self, room=None, **changes):
+        """SamplingParams, which check the values. room: the tokens that the prompt leaves free."""
         for name in self.model_extra.keys() - self.IGNORED:
             value, plain = self.model_extra[name], self.UNSUPPORTED.get(name)
             if value is not None and value != plain:
@@ -772,9 +772,30 @@ class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
 
 
 class CompletionBody(Body):
+    KIND: ClassVar = "cmpl", "text_completion", "text_completion"      # id, object, streamed object
     prompt: (str | Annotated[list[str], Field(fail_fast=True)] | Ids
              | Annotated[list[Ids], Field(fail_fast=True)]) = Field(
         description="a text, a list of texts, a list of token ids, or a list of such lists")
+
+    def prompts(self):
+        one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt
+
+    def encode(self, tokenizer):
+        """The token ids of each prompt."""
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                for prompt in self.prompts()]
+
+    def content(self, text):
+        return {"text": text}
+
+    def likelihoods(self, output, samples):
+        word = lambda token: output.tokenizer.token_bytes(token).decode(errors="replace")
+        tokens = [word(one.token) for one in samples]
+        *offsets, output.offset = itertools.accumulate(map(len, tokens), initial=output.offset)
+        return {"tokens": tokens, "token_logprobs": [one.logprob for one in samples],
+                "top_logprobs": [{word(token): p for token, p in one.top} for one in samples],
+                "text_offset": offsets}
 
 
 class Message(BaseModel, strict=True, extra="allow"):
@@ -783,10 +804,37 @@ class Message(BaseModel, strict=True, extra="allow"):
 
 
 class ChatBody(Body):
+    KIND: ClassVar = "chatcmpl", "chat.completion", "chat.completion.chunk"
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    def prompts(self):
+        return [self.messages]
+
+    def encode(self, tokenizer):
+        return [tokenizer.chat([message.model_dump() for message in self.messages])]
+
+    def sampling(self, room=None):
+        if self.top_logprobs and not self.logprobs:
+            raise UserError("top_logprobs needs logprobs = true")
+        most = self.max_completion_tokens or self.max_tokens
+        return super().sampling(max_tokens=room if most is None else most, logprobs=(
+            self.top_logprobs or 0) if self.logprobs else None)
+
+    def content(self, text):
+        if self.stream:
+            return {"delta": {"content": text}}
+        return {"message": {"role": "assistant", "content": text}}
+
+    def likelihoods(self, output, samples):
+        def entry(token, logprob):
+            raw = output.tokenizer.token_bytes(token)
+            return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        return {"content": [{**entry(one.token, one.logprob),
+                             "top_logprobs": [entry(*pair) for pair in one.top]}
+                            for one in samples]}
 
 
 class Failure(HTTPException):
@@ -941,29 +989,11 @@ class Api:
 
         @app.post("/v1/completions")
         async def completions(body: CompletionBody, request: fastapi.Request):
-            prompts = body.prompt
-            if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
-                prompts = [prompts]
-            params = body.sampling()
-            self._admit(body, len(prompts) * (body.n or 1))
-            if not all(prompts):
-                raise UserError("the prompt is empty: give it at least one character or token id")
-            prompts = [await asyncio.to_thread(self.tokenizer.encode, one) if isinstance(one, str)
-                       else one for one in prompts]
-            return await self._answer(body, request, prompts, params, chat=False)
+            return await self._answer(body, request)
 
         @app.post("/v1/chat/completions")
         async def chat_completions(body: ChatBody, request: fastapi.Request):
-            self._admit(body, body.n or 1)
-            if body.top_logprobs and not body.logprobs:
-                raise UserError("top_logprobs needs logprobs = true")
-            messages = body.model_dump()["messages"]
-            prompt = await asyncio.to_thread(self.tokenizer.chat, messages)
-            room = max(1, self.engine.max_model_len - len(prompt))
-            most = body.max_completion_tokens or body.max_tokens
-            params = body.sampling(max_tokens=room if most is None else most, logprobs=(
-                body.top_logprobs or 0) if body.logprobs else None)
-            return await self._answer(body, request, [prompt], params, chat=True)
+            return await self._answer(body, request)
 
         return app
 
@@ -983,27 +1013,33 @@ class Api:
             raise Failure(503 if choices <= most else 400, f"{choices} more would be too many: "
                           f"{most} requests may run or wait", headers={"retry-after": "1"})
 
-    async def _answer(self, body, request, prompts, params, chat):
-        """Submit every choice of every prompt, all or none, and stream or collect their events."""
+    async def _answer(self, body, request):
+        """Submit every choice of every prompt, all or none; stream or collect their events."""
+        prompts, n = body.prompts(), body.n or 1
+        self._admit(body, len(prompts) * n)
+        if not all(prompts):
+            raise UserError("the prompt is empty: give it at least one character or token id")
+        prompts = await asyncio.to_thread(body.encode, self.tokenizer)
+        params = body.sampling(room=max(1, self.engine.max_model_len - len(prompts[0])))
+        choices = [params if params.seed is None else replace(params, seed=params.seed + i)
+                   for i in range(n)]
         for prompt in prompts:
             self.engine.admissible(prompt, params)
-        call, n, seed = asyncio.Queue(), body.n or 1, params.seed
-        call.name = f"{'chatcmpl' if chat else 'cmpl'}-{os.urandom(12).hex()}"
-        outputs = [self.engine.submit(prompt, params if seed is None else replace(
-            params, seed=seed + i % n), i, call) for i, prompt in enumerate(
-                prompt for prompt in prompts for _ in range(n))]
+        prefix, whole, chunk = body.KIND
+        head = {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
+                "object": chunk if body.stream else whole, "model": self.name}
+        call, prompt_tokens = asyncio.Queue(), sum(map(len, prompts))
+        call.name = head["id"]
+        outputs = [self.engine.submit(prompt, choice, i, call) for i, (prompt, choice)
+                   in enumerate(itertools.product(prompts, choices))]
         call.guard = asyncio.create_task(self._cancel_after(request, outputs))
-        head = {"id": call.name, "object": "chat.completion" if chat else "text_completion",
-                "created": int(time.time()), "model": self.name}
-        prompt_tokens = sum(map(len, prompts))
         if body.stream:
-            usage = (body.stream_options or {}).get("include_usage")
-            stream = self._stream(head, outputs, call, chat, prompt_tokens if usage else None)
-            return StreamingResponse(stream, media_type="text/event-stream")
+            return StreamingResponse(self._stream(body, head, outputs, call, prompt_tokens),
+                                     media_type="text/event-stream")
         async for _ in self._events(outputs, call):
             pass
         return JSONResponse({**head, "usage": self._usage(prompt_tokens, outputs), "choices": [
-            self._choice(chat, output, output.text, output.samples, output.finish)
+            self._choice(body, output, output.text, output.samples, output.finish)
             for output in outputs]})
 
     async def _cancel_after(self, request, outputs):
@@ -1014,19 +1050,17 @@ class Api:
             if output.finish is None:
                 self.engine.cancel(output)
 
-    async def _stream(self, head, outputs, call, chat, prompt_tokens):
+    async def _stream(self, body, head, outputs, call, prompt_tokens):
         """Server-sent events: a chunk for each step that has text, usage if asked for, [DONE]."""
-        head = {**head, "object": "chat.completion.chunk" if chat else "text_completion"}
         pack = lambda **rest: f"data: {json.dumps({**head, **rest}, ensure_ascii=False)}\n\n"
         try:
-            if chat:
-                for output in outputs:
-                    yield pack(choices=[{"index": output.index, "finish_reason": None, "delta": {
-                        "role": "assistant", "content": ""}}])
+            for output in outputs if isinstance(body, ChatBody) else ():     # once: who speaks
+                yield pack(choices=[{"index": output.index, "finish_reason": None, "delta": {
+                    "role": "assistant", "content": ""}}])
             async for event in self._events(outputs, call):
                 if event.text or event.finish or event.output.params.logprobs is not None:
-                    yield pack(choices=[self._choice(chat, *event, streaming=True)])
-            if prompt_tokens is not None:
+                    yield pack(choices=[self._choice(body, *event)])
+            if (body.stream_options or {}).get("include_usage"):
                 yield pack(choices=[], usage=self._usage(prompt_tokens, outputs))
             yield "data: [DONE]\n\n"
         except Failure as error:                             # too late for a status: an error event
@@ -1060,34 +1094,10 @@ class Api:
         return {"prompt_tokens": prompt_tokens, "completion_tokens": completion,
                 "total_tokens": prompt_tokens + completion}
 
-    def _choice(self, chat, output, text, samples, finish, streaming=False):
-        content, logprobs = {"text": text}, None
-        if chat:
-            content = {"delta" if streaming else "message": {"role": "assistant", "content": text}}
-        if output.params.logprobs is not None and chat:
-            logprobs = self._chat_logprobs(samples)
-        elif output.params.logprobs is not None:
-            logprobs = self._logprobs(samples, output.offset if streaming else 0)
-            output.offset += sum(map(len, logprobs["tokens"]))
-        return {"index": output.index, **content, "logprobs": logprobs, "finish_reason": finish}
-
-    def _token(self, token):
-        return self.tokenizer.token_bytes(token).decode(errors="replace")
-
-    def _logprobs(self, samples, start):
-        tokens = [self._token(one.token) for one in samples]
-        lengths = itertools.accumulate(map(len, tokens), initial=start)
-        return {"tokens": tokens,
-                "token_logprobs": [one.logprob for one in samples],
-                "top_logprobs": [{self._token(t): p for t, p in one.top} for one in samples],
-                "text_offset": list(lengths)[:-1]}
-
-    def _chat_logprobs(self, samples):
-        entry = lambda token, logprob: {"token": self._token(token), "logprob": logprob,
-                                        "bytes": list(self.tokenizer.token_bytes(token))}
-        return {"content": [{**entry(one.token, one.logprob),
-                             "top_logprobs": [entry(*pair) for pair in one.top]}
-                            for one in samples]}
+    def _choice(self, body, output, text, samples, finish):
+        asked = output.params.logprobs is not None
+        return {"index": output.index, **body.content(text), "finish_reason": finish,
+                "logprobs": body.likelihoods(output, samples) if asked else None}
 
 
 # --------------------------------------------------------------------------------------------------

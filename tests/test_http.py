@@ -164,6 +164,22 @@ def test_stream_says_what_the_answer_says(client, chat, draw):
     assert {chunk.id for chunk in chunks} == {last.id} and last.model == MODEL
 
 
+def test_a_stream_says_once_who_speaks(client):
+    """Holds a chat's stream to name the role in its first chunk only. (It was in every one, and
+    clients that add the pieces up, OpenAI's own too, made "assistantassistant" of them.)"""
+    roles = [chunk.choices[0].delta.role for chunk in create(client, True, stream=True)]
+    assert roles == ["assistant"] + [None] * (len(roles) - 1)
+
+
+def test_choices_of_the_last_seeds(server, answer):
+    """Holds n choices of which only the first can have its seed to a refusal of all of them. (The
+    first of them once ran on for a client that had been told off.)"""
+    begun = len(server.steps())
+    error = refused(server, answer, COMPLETIONS, {"prompt": [5] * 30, "seed": 2 ** 64 - 1, "n": 2})
+    assert "seed" in error["message"]
+    assert not any(" 30 prefill" in line.text for line in server.steps()[begun:])
+
+
 @ENDPOINTS
 def test_stream_without_usage(client, chat):
     """Holds a stream that was not asked for usage to none of it: every chunk has a choice."""
@@ -880,12 +896,14 @@ def test_failure_is_openais():
 def test_logprobs_of_samples():
     """Holds both formats of logprobs to samples whose tokens, texts and order are known."""
     tokenizer = RawTokens(Config())
-    api = Api(SimpleNamespace(tokenizer=tokenizer), "name")
+    output = SimpleNamespace(tokenizer=tokenizer, offset=0)
     samples = [Sample(17, -0.5, [(17, -0.5), (4, -1.5)]), Sample(4, -2.0, [(9, -0.1)])]
-    assert api._logprobs(samples, 0) == {
+    body = CompletionBody(prompt="a")
+    assert body.likelihoods(output, samples) == {
         "tokens": ["17 ", "4 "], "token_logprobs": [-0.5, -2.0], "text_offset": [0, 3],
         "top_logprobs": [{"17 ": -0.5, "4 ": -1.5}, {"9 ": -0.1}]}
-    first, second = api._chat_logprobs(samples)["content"]
+    assert body.likelihoods(output, samples)["text_offset"] == [5, 8], "they go on from there"
+    first, second = ChatBody(messages=MESSAGES).likelihoods(output, samples)["content"]
     assert first == {"token": "17 ", "logprob": -0.5, "bytes": list(b"17 "), "top_logprobs": [
         {"token": "17 ", "logprob": -0.5, "bytes": list(b"17 ")},
         {"token": "4 ", "logprob": -1.5, "bytes": list(b"4 ")}]}
@@ -910,9 +928,8 @@ def test_half_characters_wait():
     last = output.push(Sample("é".encode()[0], None, None))
     assert (last.text, last.finish, output.text) == ("\ufffd", "length", text + "\ufffd")
     half = {"token": "\ufffd", "logprob": -1.0, "bytes": [0xc3]}
-    api = Api(SimpleNamespace(tokenizer=Bytes()), "name")
-    assert api._chat_logprobs([Sample(0xc3, -1.0, [(0xc3, -1.0)])])["content"] == [
-        {**half, "top_logprobs": [half]}]
+    found = ChatBody(messages=MESSAGES).likelihoods(output, [Sample(0xc3, -1.0, [(0xc3, -1.0)])])
+    assert found["content"] == [{**half, "top_logprobs": [half]}]
 
 
 def test_usage_counts_every_choice():
