@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from array import array
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, deque, namedtuple
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -42,6 +42,7 @@ from pydantic import BaseModel, Field, create_model
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from assets.explain import explain
 from assets.page import add_page
 from kernels import NativeKernels, TorchKernels, why_not_native
 from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
@@ -118,16 +119,14 @@ class BlockManager:
 
     def allocate(self, count):
         """`count` blocks of one reference each; the caller has looked at `available`."""
-        blocks = []
-        for _ in range(count):
-            if self.empty:
-                block = self.empty.pop()
-            else:
-                block, _ = self.cached.popitem(last=False)   # evict
-                del self.block_of[self.hash_of[block]]
-                self.hash_of[block] = None
+        while len(self.empty) < count:                       # evict
+            block, _ = self.cached.popitem(last=False)
+            del self.block_of[self.hash_of[block]]
+            self.hash_of[block] = None
+            self.empty.append(block)
+        blocks = [self.empty.pop() for _ in range(count)]
+        for block in blocks:
             self.references[block] = 1
-            blocks.append(block)
         return blocks
 
     def publish(self, block, name):
@@ -266,7 +265,7 @@ class Output:
 
     def __init__(self, id, prompt, params, tokenizer, index=0, queue=None):
         self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
-        self.index, self.queue = index, queue                # for whoever reads the events
+        self.index, self.queue, self.unwanted = index, queue, False      # for who reads the events
         self.tokens, self.text, self.samples, self.finish, self.first = [], "", [], None, None
         self.decoder, self.held, self.offset = tokenizer.decoder(), "", 0
         self.ends = {*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos)}
@@ -351,14 +350,6 @@ class Options:
             raise UserError(f"--threshold {self.threshold} must be auto or a number of tokens")
 
 
-# For --explain 2: the shapes in the legend's letters, and what it is for
-LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my heads"),
-          "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> mine, all heads"),
-          "o": ("(t, D)", "the sum of all ranks' heads"),
-          "mlp": ("(t, D)", "the sum of all ranks' MLP columns"),
-          "logits": ("", "rows to all ranks, their slices of the vocabulary to rank 0")}
-
-
 class ContextError(UserError):
     """The request is longer than the context."""
     code = "context_length_exceeded"                         # OpenAI's
@@ -369,14 +360,12 @@ def make_link(options, link):
     on all ranks of `link`; the cores divided over the ranks; and why, if something is missing."""
     local, here, world = (int(os.environ.get(key, default)) for key, default in
                           (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("WORLD_SIZE", 1)))
-    emulate = None
-    if options.link_gbps or options.link_us:
-        emulate = options.link_gbps or math.inf, options.link_us or 0
+    slow = options.link_gbps or options.link_us
+    emulate = (options.link_gbps or math.inf, options.link_us or 0) if slow else None
     gpus = torch.cuda.device_count() if options.link in ("auto", "nccl") else 0
-    if options.link == "nccl" and not gpus:
-        raise UserError("--link nccl needs NVIDIA GPUs, and there are none: use shm or gloo")
-    if gpus and here > gpus:
-        raise UserError(f"{here} ranks for {gpus} GPUs: start {gpus}, or use --link shm or gloo")
+    if here > gpus > 0 or options.link == "nccl" and not gpus:
+        raise UserError(f"--link {options.link} wants a GPU for each rank: there are {here} ranks "
+                        f"and {gpus} GPUs, so start {gpus or 'none'}, or use --link shm or gloo")
     if gpus:
         torch.cuda.set_device(local)
         return Link("nccl", link.world_ranks, f"cuda:{local}", emulate), TorchKernels(), ""
@@ -425,7 +414,7 @@ class Engine:
         self.trace = Trace(self.link, self.options.trace, self.options.trace_steps)
         self.sampled, self.finished = [], []
         self.outputs = {}              # id -> Output, alive; rank 0, the engine's thread only
-        self.inbox, self.dropped, self.ids = [], [], itertools.count()
+        self.inbox, self.ids = [], itertools.count()
         self.asks = deque()            # (what, value, Future): `ask`
         self.wake = threading.Condition()                    # guards inbox, ids, closing, deadline
         self.closing, self.deadline = False, math.inf        # end when done; when to stop waiting
@@ -602,27 +591,7 @@ class Engine:
             "tokens": {"tokens": tokens, "threshold": self.switch.threshold or 0},
             "waiting": {"requests": len(self.scheduler.waiting)}, "KV blocks": {"used": used}})
         if self.options.explain and self.rank == 0:
-            self._explain(summary, mode, calls)
-
-    def _explain(self, summary, mode, calls):
-        number, tokens, prefill, decode, name, milliseconds = summary
-        groups = defaultdict(list)
-        for call in calls:
-            if call.op != "mark":
-                groups[call.what, call.op].append(call)
-        sent = [f"{what} {op} {len(of)} x {sum(call.bytes for call in of) / len(of) / 1024:.1f} KB"
-                for (what, op), of in groups.items()]
-        emulated = ", emulated link" * bool(self.link.emulate)
-        print(f"step {number:4} | {tokens:4} tokens: {prefill} prefill, {decode} decode | "
-              f"{name:5} sp {mode.sp} x tp {mode.tp}, {self.switch.reason(tokens)} | "
-              f"{milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}",
-              flush=True)
-        for (what, op), (first, *others) in groups.items() if self.options.explain > 1 else ():
-            letters, purpose = LEGEND[what]
-            print(f"  {what:9} {op:10} {letters:26} {first.before} -> {first.after}, among "
-                  f"{len(first.group)} ranks, {first.bytes / 1024:.1f} KB sent, "
-                  f"{first.seconds * 1e6:.0f} us: {purpose}; {len(others)} more like it: "
-                  f"{sum(call.seconds for call in others) * 1e6:.0f} us", flush=True)
+            explain(self, summary, mode, calls)
 
     # Rank 0: clients on one side, the message to all ranks on the other
 
@@ -650,9 +619,7 @@ class Engine:
 
     def cancel(self, output):
         """Forget a request (any thread), whatever state it is in; no harm if it has ended."""
-        with self.wake:
-            self.dropped.append(output)
-            self.wake.notify()
+        output.unwanted = True                               # seen before the next step
 
     def ask(self, what, value):
         """Something that all ranks do between two steps (any thread); returns its Future result:
@@ -682,8 +649,8 @@ class Engine:
     def fail(self, reason):
         """The engine can go no further (any thread): end every request, and take no new ones."""
         self.refusal = self.refusal or reason
-        lost = [*self.outputs.values(), *self.inbox]
-        self.on_events([Event(output, "", [], "error") for output in lost])
+        self.on_events([Event(output, "", [], "error") for output in
+                        (*self.outputs.values(), *self.inbox)])
 
     def _next_message(self):
         """What all ranks must know before the next step; waits here while nothing is to be done."""
@@ -691,15 +658,14 @@ class Engine:
             if not (self.outputs or self.finished):
                 self.wake.wait_for(lambda: self.inbox or self.asks or self.closing,
                                    timeout=self.IDLE_TICK)
-            added, dropped, self.inbox, self.dropped = self.inbox, self.dropped, [], []
+            added, self.inbox = self.inbox, []
             self.outputs |= {output.id: output for output in added}
             asks = [(what, value) for what, value, _ in self.asks]
-        if time.monotonic() > self.deadline:
-            dropped = [*self.outputs.values()]
-        cancelled = [output for output in dropped if self.outputs.pop(output.id, None)]
+        late = time.monotonic() > self.deadline
+        cancelled = [output for output in self.outputs.values() if output.unwanted or late]
         for output in cancelled:
             output.finish = "cancelled"
-            self.finished.append(output.id)
+            self.finished.append(self.outputs.pop(output.id).id)
         if cancelled:
             self.on_events([Event(output, "", [], output.finish) for output in cancelled])
         message = {"sampled": self.sampled, "finished": self.finished,
@@ -1028,17 +994,17 @@ class Api:
         prefix, whole, chunk = body.KIND
         head = {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
                 "object": chunk if body.stream else whole, "model": self.name}
-        call, prompt_tokens = asyncio.Queue(), sum(map(len, prompts))
+        call = asyncio.Queue()
         call.name = head["id"]
         outputs = [self.engine.submit(prompt, choice, i, call) for i, (prompt, choice)
                    in enumerate(itertools.product(prompts, choices))]
         call.guard = asyncio.create_task(self._cancel_after(request, outputs))
         if body.stream:
-            return StreamingResponse(self._stream(body, head, outputs, call, prompt_tokens),
+            return StreamingResponse(self._stream(body, head, outputs),
                                      media_type="text/event-stream")
-        async for _ in self._events(outputs, call):
+        async for _ in self._events(outputs):
             pass
-        return JSONResponse({**head, "usage": self._usage(prompt_tokens, outputs), "choices": [
+        return JSONResponse({**head, "usage": self._usage(outputs, n), "choices": [
             self._choice(body, output, output.text, output.samples, output.finish)
             for output in outputs]})
 
@@ -1047,29 +1013,28 @@ class Api:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         for output in outputs:
-            if output.finish is None:
-                self.engine.cancel(output)
+            self.engine.cancel(output)
 
-    async def _stream(self, body, head, outputs, call, prompt_tokens):
+    async def _stream(self, body, head, outputs):
         """Server-sent events: a chunk for each step that has text, usage if asked for, [DONE]."""
         pack = lambda **rest: f"data: {json.dumps({**head, **rest}, ensure_ascii=False)}\n\n"
         try:
             for output in outputs if isinstance(body, ChatBody) else ():     # once: who speaks
                 yield pack(choices=[{"index": output.index, "finish_reason": None, "delta": {
                     "role": "assistant", "content": ""}}])
-            async for event in self._events(outputs, call):
+            async for event in self._events(outputs):
                 if event.text or event.finish or event.output.params.logprobs is not None:
                     yield pack(choices=[self._choice(body, *event)])
             if (body.stream_options or {}).get("include_usage"):
-                yield pack(choices=[], usage=self._usage(prompt_tokens, outputs))
+                yield pack(choices=[], usage=self._usage(outputs, body.n or 1))
             yield "data: [DONE]\n\n"
         except Failure as error:                             # too late for a status: an error event
             yield f"data: {json.dumps(error.body)}\n\n"
 
-    async def _events(self, outputs, call):
+    async def _events(self, outputs):
         left = len(outputs)
         while left:
-            event = await call.get()
+            event = await outputs[0].queue.get()             # the same for all
             await asyncio.sleep(0)     # with many at hand, still hear that the client has gone
             if event.finish in ("cancelled", "error"):
                 raise Failure(503, self.engine.refusal or "cancelled: its client does not read it")
@@ -1089,10 +1054,11 @@ class Api:
             if line and not self.flags.quiet:
                 print(line, flush=True)
 
-    def _usage(self, prompt_tokens, outputs):
-        completion = sum(len(output.tokens) for output in outputs)
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion,
-                "total_tokens": prompt_tokens + completion}
+    def _usage(self, outputs, n):
+        prompts = sum(len(output.prompt) for output in outputs[::n])         # each only once
+        completions = sum(len(output.tokens) for output in outputs)
+        return {"prompt_tokens": prompts, "completion_tokens": completions,
+                "total_tokens": prompts + completions}
 
     def _choice(self, body, output, text, samples, finish):
         asked = output.params.logprobs is not None
@@ -1143,35 +1109,28 @@ def bind(host, port):
 
 
 def serve(flags):
-    """One rank's life, from joining the others to leaving; returns the exit code."""
+    """One rank's life, from joining the others to leaving."""
     began = time.perf_counter()
-    try:
-        rank = connect()
-        with Link("gloo").together():
-            listener = bind(flags.host, flags.port) if rank == 0 else None
-        engine = Engine(**{f.name: getattr(flags, f.name) for f in fields(Options)})
+    rank = connect()
+    with Link("gloo").together():
+        listener = bind(flags.host, flags.port) if rank == 0 else None
+    engine = Engine(**{f.name: getattr(flags, f.name) for f in fields(Options)})
 
-        def stop(number, frame):       # once: finish what runs; twice: at once
-            engine.close(0 if engine.closing else flags.grace)
-        # Only rank 0 decides about the end; the others hear of it in the next message.
-        for number in STOPS:
-            signal.signal(number, signal.SIG_IGN if rank else stop)
-        ended = threading.Event()
-        finish = start_http(engine, flags, listener, began) if rank == 0 else lambda: None
-        threading.Thread(target=watch, args=(engine, flags, ended, finish), daemon=True).start()
-        try:
-            engine.run()
-        finally:                       # whatever ended it: no client waits for ever
-            ended.set()
-            engine.fail("the engine has ended: a rank is lost, or failed")
-            finish()
-    except UserError as e:
-        return complain(e)
-    except LostRank as e:
-        print(f"serve.py: rank {os.environ.get('RANK')}: {e}", file=sys.stderr, flush=True)
-        return 1
+    def stop(number, frame):           # once: finish what runs; twice: at once
+        engine.close(0 if engine.closing else flags.grace)
+    # Only rank 0 decides about the end; the others hear of it in the next message.
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN if rank else stop)
+    ended = threading.Event()
+    finish = start_http(engine, flags, listener, began) if rank == 0 else lambda: None
+    threading.Thread(target=watch, args=(engine, flags, ended, finish), daemon=True).start()
+    try:
+        engine.run()
+    finally:                           # whatever ended it: no client waits for ever
+        ended.set()
+        engine.fail("the engine has ended: a rank is lost, or failed")
+        finish()
     dist.destroy_process_group()
-    return 0
 
 
 def watch(engine, flags, ended, finish):
@@ -1210,13 +1169,10 @@ def start_http(engine, flags, listener, began):
     name = engine.options.model.rstrip("/").removeprefix(str(Path(__file__).parent) + "/")
     api = Api(engine, name, flags)
     server = uvicorn.Server(uvicorn.Config(api.app(), log_level="warning", access_log=False))
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        engine.on_events = lambda events: loop.call_soon_threadsafe(api.dispatch, events)
-        await server.serve(sockets=[listener])
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    loop = asyncio.new_event_loop()
+    engine.on_events = lambda events: loop.call_soon_threadsafe(api.dispatch, events)
+    serving = server.serve(sockets=[listener])
+    thread = threading.Thread(target=loop.run_until_complete, args=[serving], daemon=True)
     thread.start()
     while thread.is_alive() and not server.started:
         time.sleep(0.01)
@@ -1236,13 +1192,17 @@ def start_http(engine, flags, listener, began):
 
 
 def main(argv=None):
+    """The command; returns the exit code. With --nproc it starts ranks, which run this again."""
     try:
         flags = parse(argv)
+        if flags.nproc and "RANK" not in os.environ:
+            return launch(main, flags.nproc, argv)
+        return serve(flags)
     except UserError as e:
         return complain(e)
-    if flags.nproc and "RANK" not in os.environ:
-        return launch(serve, flags.nproc, flags)
-    return serve(flags)
+    except LostRank as e:
+        print(f"serve.py: rank {os.environ.get('RANK')}: {e}", file=sys.stderr, flush=True)
+        return 1
 
 
 if __name__ == "__main__":

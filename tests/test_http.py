@@ -935,6 +935,7 @@ def test_half_characters_wait():
 def test_usage_counts_every_choice():
     """Holds usage to the prompt once for each prompt and the output of all choices."""
     api = Api(SimpleNamespace(tokenizer=None), "name")
-    outputs = [SimpleNamespace(tokens=[1, 2, 3]), SimpleNamespace(tokens=[4])]
-    assert api._usage(7, outputs) == {"prompt_tokens": 7, "completion_tokens": 4,
-                                      "total_tokens": 11}
+    outputs = [SimpleNamespace(prompt=prompt, tokens=tokens) for prompt, tokens in
+               (([5] * 4, [1, 2, 3]), ([5] * 4, [4]), ([6] * 3, [7]), ([6] * 3, []))]
+    assert api._usage(outputs, 2) == {"prompt_tokens": 7, "completion_tokens": 5,
+                                      "total_tokens": 12}
