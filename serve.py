@@ -30,7 +30,7 @@ import threading
 import time
 from array import array
 from collections import Counter, OrderedDict, deque, namedtuple
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -42,6 +42,7 @@ from pydantic import BaseModel, Field, create_model
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from assets.explain import explain
 from assets.page import add_page
 from kernels import NativeKernels, TorchKernels, why_not_native
 from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
@@ -118,16 +119,14 @@ class BlockManager:
 
     def allocate(self, count):
         """`count` blocks of one reference each; the caller has looked at `available`."""
-        blocks = []
-        for _ in range(count):
-            if self.empty:
-                block = self.empty.pop()
-            else:
-                block, _ = self.cached.popitem(last=False)   # evict
-                del self.block_of[self.hash_of[block]]
-                self.hash_of[block] = None
+        while len(self.empty) < count:                       # evict
+            block, _ = self.cached.popitem(last=False)
+            del self.block_of[self.hash_of[block]]
+            self.hash_of[block] = None
+            self.empty.append(block)
+        blocks = [self.empty.pop() for _ in range(count)]
+        for block in blocks:
             self.references[block] = 1
-            blocks.append(block)
         return blocks
 
     def publish(self, block, name):
@@ -143,15 +142,6 @@ class BlockManager:
                 self.empty.append(block)
             elif self.references[block] == 0:
                 self.cached[block] = None
-
-    def check(self):
-        """free + cached + used = total, and no block is two of them."""
-        used = [b for b, count in enumerate(self.references) if count]
-        assert all(count >= 0 for count in self.references), self.references
-        assert sorted([*self.empty, *self.cached, *used]) == list(range(self.num_blocks)), used
-        named = {block: name for block, name in enumerate(self.hash_of) if name is not None}
-        assert named == {block: name for name, block in self.block_of.items()}, "names mixed up"
-        assert named.keys() >= self.cached.keys() and not named.keys() & {*self.empty}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -183,7 +173,8 @@ class Scheduler:
         """What happened since the last plan, in one fixed order.
 
         sampled   for each request of the plan whose last token was computed: its new tokens
-        finished  ids to forget, whether complete or cancelled; added  [(id, prompt tokens)]
+        added     [(id, prompt tokens)]
+        finished  ids to forget, complete or cancelled; one just added may be among them
         """
         sampled = iter(sampled)
         for request, count in self.plan:
@@ -192,6 +183,10 @@ class Scheduler:
                 request.tokens += next(sampled)
             self._publish(request, count)
         self.plan = []
+        for id, tokens in added:
+            request = Request(id, list(tokens), len(tokens), hashes=[])
+            self.requests[id] = request
+            self.waiting.append(request)
         for id in finished:
             request = self.requests.pop(id)
             if request.blocks is None:
@@ -199,10 +194,6 @@ class Scheduler:
             else:
                 self.running.remove(request)
                 self.blocks.release(request.blocks)
-        for id, tokens in added:
-            request = Request(id, list(tokens), len(tokens), hashes=[])
-            self.requests[id] = request
-            self.waiting.append(request)
 
     def _publish(self, request, count):
         """Offer the blocks that the last `count` computed tokens have filled."""
@@ -226,14 +217,15 @@ class Scheduler:
 
     def _grow(self):
         """Blocks for the tokens that running requests have gained; if too few, preempt youngest."""
-        for request in list(self.running):
-            if request.blocks is None:                       # preempted a moment ago
-                break
+        grown = 0
+        while grown < len(self.running):
+            request = self.running[grown]
             need = self.blocks.pages(len(request.tokens)) - len(request.blocks)
-            while need > self.blocks.available and request.blocks is not None:
+            if need > self.blocks.available:
                 self._preempt(self.running.pop())
-            if request.blocks is not None:
+            else:
                 request.blocks += self.blocks.allocate(need)
+                grown += 1
 
     def _preempt(self, request):
         """Give up the blocks; its tokens, output included, are computed again when it is back. It
@@ -261,25 +253,6 @@ class Scheduler:
         self.cached_tokens += request.num_computed
         return True
 
-    def check(self):
-        """The invariants, for tests and --check: cheap enough for every step of a small pool."""
-        self.blocks.check()
-        held = [0] * self.blocks.num_blocks
-        for block in itertools.chain.from_iterable(request.blocks for request in self.running):
-            held[block] += 1
-        assert held == self.blocks.references, "references are not those of the block tables"
-        assert all(request.blocks is None for request in self.waiting)
-        assert len(self.running) + len(self.waiting) == len(self.requests)
-        for request in self.running:
-            assert request.num_computed < len(request.tokens) <= (
-                len(request.blocks) * self.blocks.block_size), request
-
-    def digest(self):
-        """A number that differs when the state does: ranks compare it (--check)."""
-        state = [(r.id, r.num_computed, r.tokens, r.blocks) for r in self.running], [
-            (r.id, r.tokens) for r in self.waiting], self.blocks.empty, list(self.blocks.cached)
-        return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
-
 
 # --------------------------------------------------------------------------------------------------
 # Outputs: what clients see. Rank 0 only.
@@ -292,7 +265,7 @@ class Output:
 
     def __init__(self, id, prompt, params, tokenizer, index=0, queue=None):
         self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
-        self.index, self.queue = index, queue                # for whoever reads the events
+        self.index, self.queue, self.unwanted = index, queue, False      # for who reads the events
         self.tokens, self.text, self.samples, self.finish, self.first = [], "", [], None, None
         self.decoder, self.held, self.offset = tokenizer.decoder(), "", 0
         self.ends = {*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos)}
@@ -363,7 +336,6 @@ class Options:
                           least=0, most=2, bare=1)
     trace: str = option(None, "write a file for ui.perfetto.dev")
     trace_steps: int = option(10_000, "steps in that file, at most", least=1)
-    check: bool = option(False, "check invariants and compare the ranks in each step (slow)")
 
     def __post_init__(self):
         for f in fields(self):
@@ -378,14 +350,6 @@ class Options:
             raise UserError(f"--threshold {self.threshold} must be auto or a number of tokens")
 
 
-# For --explain 2: the shapes in the legend's letters, and what it is for
-LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my heads"),
-          "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> mine, all heads"),
-          "o": ("(t, D)", "the sum of all ranks' heads"),
-          "mlp": ("(t, D)", "the sum of all ranks' MLP columns"),
-          "logits": ("", "rows to all ranks, their slices of the vocabulary to rank 0")}
-
-
 class ContextError(UserError):
     """The request is longer than the context."""
     code = "context_length_exceeded"                         # OpenAI's
@@ -396,14 +360,12 @@ def make_link(options, link):
     on all ranks of `link`; the cores divided over the ranks; and why, if something is missing."""
     local, here, world = (int(os.environ.get(key, default)) for key, default in
                           (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("WORLD_SIZE", 1)))
-    emulate = None
-    if options.link_gbps or options.link_us:
-        emulate = options.link_gbps or math.inf, options.link_us or 0
+    slow = options.link_gbps or options.link_us
+    emulate = (options.link_gbps or math.inf, options.link_us or 0) if slow else None
     gpus = torch.cuda.device_count() if options.link in ("auto", "nccl") else 0
-    if options.link == "nccl" and not gpus:
-        raise UserError("--link nccl needs NVIDIA GPUs, and there are none: use shm or gloo")
-    if gpus and here > gpus:
-        raise UserError(f"{here} ranks for {gpus} GPUs: start {gpus}, or use --link shm or gloo")
+    if here > gpus > 0 or options.link == "nccl" and not gpus:
+        raise UserError(f"--link {options.link} wants a GPU for each rank: there are {here} ranks "
+                        f"and {gpus} GPUs, so start {gpus or 'none'}, or use --link shm or gloo")
     if gpus:
         torch.cuda.set_device(local)
         return Link("nccl", link.world_ranks, f"cuda:{local}", emulate), TorchKernels(), ""
@@ -450,12 +412,12 @@ class Engine:
                                    self.options.max_seqs, self.options.max_step_tokens)
         self.switch = self.first_switch = self._make_switch()
         self.trace = Trace(self.link, self.options.trace, self.options.trace_steps)
-        self.step_count, self.sampled, self.finished = 0, [], []
+        self.sampled, self.finished = [], []
         self.outputs = {}              # id -> Output, alive; rank 0, the engine's thread only
-        self.inbox, self.dropped, self.ids = [], [], itertools.count()
-        self.asks = []                 # [(what, value, Future)]: `ask`
+        self.inbox, self.ids = [], itertools.count()
+        self.asks = deque()            # (what, value, Future): `ask`
         self.wake = threading.Condition()                    # guards inbox, ids, closing, deadline
-        self.closing, self.deadline = False, None            # end when done; when to stop waiting
+        self.closing, self.deadline = False, math.inf        # end when done; when to stop waiting
         self.refusal, self.beat = None, time.monotonic()     # why nothing is taken; the last turn
         self.steps, self.step_tokens, self.mode, self.switches = Counter(), Counter(), None, 0
         self.on_events = lambda events: None                 # called once a step, with all events
@@ -465,61 +427,45 @@ class Engine:
     def _load(self):
         options, link = self.options, self.link
         sp, tp = split_ranks(link.size, options.sp, options.tp)
-        if options.model.startswith("random:"):
-            config = Config.random(options.model[len("random:"):])
-            source = RandomWeights(config)
-            self.tokenizer = RawTokens(config)
-        else:
-            directory = self._find_model()
-            with link.together():
+        with link.together():
+            if options.model.startswith("random:"):
+                config = Config.random(options.model.removeprefix("random:"))
+                source, self.tokenizer = RandomWeights(config), RawTokens(config)
+            else:
+                directory = find_model(options.model)        # the hub's locks: one rank downloads
                 config = Config.read(directory)
-                Layout(sp, tp, config.heads, config.kv_heads, config.ffn)   # fails before reading
                 source = Checkpoint(directory, config)
                 self.tokenizer = Tokenizer(directory, config) if self.rank == 0 else None
-        self.config = config
-        self.layout = Layout(sp, tp, config.heads, config.kv_heads, config.ffn)
+            self.layout = Layout(sp, tp, config.heads, config.kv_heads, config.ffn)
+        self._same_everywhere(config=config, checkpoint=source.fingerprint)
+        self.config, self.max_model_len = config, options.max_model_len or config.max_len
+        if self.max_model_len > config.max_len:
+            raise UserError(f"--max-model-len {self.max_model_len} > the model's {config.max_len}")
         auto = "float32" if link.device.type == "cpu" else config.dtype
-        dtype = auto if options.dtype == "auto" else options.dtype
+        dtype = getattr(torch, auto if options.dtype == "auto" else options.dtype)
         self.base, self.shift = both_modes(self.layout, link)
         with link.together():
             self.model = Llama(config, source, self.layout, link, (self.base, self.shift),
-                               min(config.max_len, options.max_model_len or config.max_len),
-                               getattr(torch, dtype), self.kernels)
-        self._same_everywhere(config=config, checkpoint=source.fingerprint)
-
-    def _find_model(self):
-        """The model's directory. One rank of a host downloads; the others ask twice a second
-        whether it is done, so that no time-out of theirs cuts a long download short."""
-        if Path(self.options.model).is_dir():
-            return self.options.model
-        first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        found = ThreadPoolExecutor(1).submit(find_model, self.options.model) if first else None
-        while not all(self.link.gather(not first or found.done())):
-            time.sleep(0.5)
-        with self.link.together():
-            return found.result() if first else find_model(self.options.model)
+                               self.max_model_len, dtype, self.kernels)
 
     def _allocate_kv(self):
         """The pool: as many blocks as asked for or as fit, the same number on every rank."""
-        options, config = self.options, self.config
-        size = 2 * config.layers * self.layout.k * options.block_size * config.head_dim
-        size *= self.model.dtype.itemsize
-        longest = min(config.max_len, options.max_model_len or config.max_len)
-        if options.max_model_len and options.max_model_len > config.max_len:
-            raise UserError(f"--max-model-len {options.max_model_len} > the model's {longest}")
-        pages = -(-longest // options.block_size)
+        options, config, size = self.options, self.config, self.options.block_size
+        nbytes = 2 * config.layers * self.layout.k * size * config.head_dim
+        nbytes *= self.model.dtype.itemsize
         if self.link.device.type == "cpu":
             here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // here
         else:
             memory = int(torch.cuda.mem_get_info(self.link.device)[0] * 0.8)
-        fits = min(self.link.gather(memory // size))
-        self.num_blocks = options.kv_blocks or min(fits, pages * options.max_seqs)
-        self.max_model_len = min(longest, self.num_blocks * options.block_size)
+        fits = min(self.link.gather(memory // nbytes))
+        useful = -(-self.max_model_len // size) * options.max_seqs
+        self.num_blocks = options.kv_blocks or min(fits, useful)
+        self.max_model_len = min(self.max_model_len, self.num_blocks * size)
         if self.max_model_len < (options.max_model_len or 1):
             raise UserError(f"--max-model-len {options.max_model_len} is more than the pool's "
-                            f"{self.num_blocks} blocks x {options.block_size}: raise --kv-blocks")
-        self.model.allocate_kv(self.num_blocks, options.block_size)
+                            f"{self.num_blocks} blocks x {size}: raise --kv-blocks")
+        self.model.allocate_kv(self.num_blocks, size)
 
     def _make_switch(self):
         options, most = self.options, self.options.max_step_tokens
@@ -539,15 +485,10 @@ class Engine:
     def _time_step(self, name, tokens):
         """Seconds of two layers (all are alike) for prompts of up to TIMED tokens."""
         length = min(self.TIMED, tokens, self.max_model_len)
-        starts = torch.arange(0, tokens, length)
-        batch = Batch(token_ids=torch.zeros(tokens, dtype=torch.int64),
-                      positions=torch.arange(tokens) % length,
-                      slot_mapping=torch.arange(tokens) % length,
-                      block_tables=torch.arange(self.scheduler.blocks.pages(length),
-                                                dtype=torch.int32).repeat(len(starts), 1),
-                      query_starts=torch.cat([starts, torch.tensor([tokens])]).int(),
-                      context_lens=(tokens - starts).clamp(max=length).int(),
-                      rows=[]).to(self.link.device)
+        blocks = [*range(self.scheduler.blocks.pages(length))]           # all prompts write to them
+        prompts = [[0] * min(length, tokens - first) for first in range(0, tokens, length)]
+        batch, _ = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
+                                for prompt in prompts])
         mode = self.base if name == "base" else self.shift
         x = self.model.embed(batch, mode)
         self.link.barrier()
@@ -578,8 +519,6 @@ class Engine:
             self.trace.close()
             return False
         plan = self.scheduler.schedule()
-        if self.options.check:
-            self._check()
         if not plan:
             self.link.barrier()                              # an idle tick: everybody is alive
             return True
@@ -591,11 +530,6 @@ class Engine:
         logits = self.model.forward(batch, mode)
         if self.rank == 0:
             self._deliver(sampling, logits)
-        self.step_count += 1
-        self.steps[mode.name] += 1
-        self.step_tokens[mode.name] += tokens
-        self.switches += self.mode not in (None, mode)
-        self.mode = mode
         self._record(plan, tokens, mode, start)
         return True
 
@@ -642,42 +576,22 @@ class Engine:
         batch = Batch(*whole, *short, rows)
         return batch.to(self.link.device), sampling
 
-    def _check(self):
-        self.scheduler.check()
-        digests = self.link.gather(self.scheduler.digest())
-        assert len(set(digests)) == 1, f"step {self.step_count}: the ranks disagree: {digests}"
-
     def _record(self, plan, tokens, mode, start):
-        """Tell the trace of this step, and --explain's reader."""
+        """Count this step, and tell the trace and --explain's reader of it."""
+        self.steps[mode.name] += 1
+        self.step_tokens[mode.name] += tokens
+        self.switches += self.mode not in (None, mode)
+        self.mode = mode
         end, calls = time.perf_counter(), [*self.link.log]
         decode = sum(request.num_computed >= request.num_prompt for request, _ in plan)
-        summary = self.step_count, tokens, tokens - decode, decode, mode.name, (end - start) * 1e3
-        waiting, free = len(self.scheduler.waiting), self.scheduler.blocks.available
+        summary = (self.steps.total(), tokens, tokens - decode, decode, mode.name,
+                   (end - start) * 1e3)
+        used = self.num_blocks - self.scheduler.blocks.available
         self.trace.step(summary, start, end, calls, {
             "tokens": {"tokens": tokens, "threshold": self.switch.threshold or 0},
-            "waiting": {"requests": waiting}, "KV blocks": {"used": self.num_blocks - free}})
+            "waiting": {"requests": len(self.scheduler.waiting)}, "KV blocks": {"used": used}})
         if self.options.explain and self.rank == 0:
-            self._explain(summary, mode, calls)
-
-    def _explain(self, summary, mode, calls):
-        number, tokens, prefill, decode, name, milliseconds = summary
-        groups = {}
-        for call in calls:
-            if call.op != "mark":
-                groups.setdefault((call.what, call.op), []).append(call)
-        sent = [f"{what} {op} {len(of)} x {sum(call.bytes for call in of) / len(of) / 1024:.1f} KB"
-                for (what, op), of in groups.items()]
-        emulated = ", emulated link" * bool(self.link.emulate)
-        print(f"step {number:4} | {tokens:4} tokens: {prefill} prefill, {decode} decode | "
-              f"{name:5} sp {mode.sp} x tp {mode.tp}, {self.switch.reason(tokens)} | "
-              f"{milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}",
-              flush=True)
-        for (what, op), (first, *others) in groups.items() if self.options.explain > 1 else ():
-            letters, purpose = LEGEND[what]
-            print(f"  {what:9} {op:10} {letters:26} {first.before} -> {first.after}, among "
-                  f"{len(first.group)} ranks, {first.bytes / 1024:.1f} KB sent, "
-                  f"{first.seconds * 1e6:.0f} us: {purpose}; {len(others)} more like it: "
-                  f"{sum(call.seconds for call in others) * 1e6:.0f} us", flush=True)
+            explain(self, summary, mode, calls)
 
     # Rank 0: clients on one side, the message to all ranks on the other
 
@@ -705,40 +619,38 @@ class Engine:
 
     def cancel(self, output):
         """Forget a request (any thread), whatever state it is in; no harm if it has ended."""
-        with self.wake:
-            self.dropped.append(output)
-            self.wake.notify()
+        output.unwanted = True                               # seen before the next step
 
     def ask(self, what, value):
         """Something that all ranks do between two steps (any thread); returns its Future result:
         "threshold", N or "auto": the switch from now on; "collectives", a step: each rank's."""
+        future = Future()
         with self.wake:
-            self.asks.append((what, value, Future()))
+            self.asks.append((what, value, future))
             self.wake.notify()
-            return self.asks[-1][2]
+        return future
 
     def _answer(self, what, value):
         if what == "threshold":
-            fixed = value != "auto"
-            self.switch = result = (Switch.at(value, self.options.max_step_tokens) if fixed
-                                    else self.first_switch)
+            self.switch = result = self.first_switch if value == "auto" else Switch.at(
+                value, self.options.max_step_tokens)
         else:
             result = self.link.gather(self.trace.collectives(value))
         if self.rank == 0:
-            self.asked.pop(0).set_result(result)
+            self.asks.popleft()[-1].set_result(result)
 
-    def close(self, grace=None):
+    def close(self, grace=math.inf):
         """Finish what is queued, then end `run`; after `grace` seconds cancel what is left."""
         with self.wake:
             self.closing, self.refusal = True, "the server is shutting down"
-            self.deadline = None if grace is None else time.monotonic() + grace
+            self.deadline = time.monotonic() + grace
             self.wake.notify()
 
     def fail(self, reason):
         """The engine can go no further (any thread): end every request, and take no new ones."""
         self.refusal = self.refusal or reason
-        lost = [*self.outputs.values(), *self.inbox]
-        self.on_events([Event(output, "", [], "error") for output in lost])
+        self.on_events([Event(output, "", [], "error") for output in
+                        (*self.outputs.values(), *self.inbox)])
 
     def _next_message(self):
         """What all ranks must know before the next step; waits here while nothing is to be done."""
@@ -746,22 +658,18 @@ class Engine:
             if not (self.outputs or self.finished):
                 self.wake.wait_for(lambda: self.inbox or self.asks or self.closing,
                                    timeout=self.IDLE_TICK)
-            added = [output for output in self.inbox if output not in self.dropped]
-            dropped = [output for output in dict.fromkeys(self.dropped) if output.finish is None]
-            asks, self.inbox, self.dropped, self.asks = self.asks, [], [], []
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                added, dropped = [], [*self.outputs.values(), *added]
-        for output in dropped:
+            added, self.inbox = self.inbox, []
+            self.outputs |= {output.id: output for output in added}
+            asks = [(what, value) for what, value, _ in self.asks]
+        late = time.monotonic() > self.deadline
+        cancelled = [output for output in self.outputs.values() if output.unwanted or late]
+        for output in cancelled:
             output.finish = "cancelled"
-            if self.outputs.pop(output.id, None):
-                self.finished.append(output.id)
-        if dropped:
-            self.on_events([Event(output, "", [], output.finish) for output in dropped])
-        self.outputs |= {output.id: output for output in added}
-        self.asked = [future for *_, future in asks]
+            self.finished.append(self.outputs.pop(output.id).id)
+        if cancelled:
+            self.on_events([Event(output, "", [], output.finish) for output in cancelled])
         message = {"sampled": self.sampled, "finished": self.finished,
-                   "added": [(output.id, output.prompt) for output in added],
-                   "asks": [ask[:2] for ask in asks],
+                   "added": [(output.id, output.prompt) for output in added], "asks": asks,
                    "stop": self.closing and not self.outputs}
         self.sampled, self.finished = [], []
         return message
@@ -799,7 +707,7 @@ class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
                                            for f in fields(SamplingParams)}),
            strict=True, extra="allow"):
     """What both kinds of completion have in common: all of SamplingParams, and null for a default.
-    Types are strict: "5" is not a number."""
+    Types are strict: "5" is not a number. Each kind also knows the form of its answer."""
     model: str | None = None
     n: int | None = Field(None, ge=1, le=128)
     stop: Text | Annotated[list[Text], Field(max_length=32, fail_fast=True)] | None = Field(
@@ -818,8 +726,8 @@ class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
     IGNORED: ClassVar = {"user", "metadata", "store", "service_tier", "safety_identifier",
                          "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
 
-    def sampling(self, **changes):
-        """SamplingParams, which check the values."""
+    def sampling(self, room=None, **changes):
+        """SamplingParams, which check the values. room: the tokens that the prompt leaves free."""
         for name in self.model_extra.keys() - self.IGNORED:
             value, plain = self.model_extra[name], self.UNSUPPORTED.get(name)
             if value is not None and value != plain:
@@ -830,9 +738,30 @@ class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
 
 
 class CompletionBody(Body):
+    KIND: ClassVar = "cmpl", "text_completion", "text_completion"      # id, object, streamed object
     prompt: (str | Annotated[list[str], Field(fail_fast=True)] | Ids
              | Annotated[list[Ids], Field(fail_fast=True)]) = Field(
         description="a text, a list of texts, a list of token ids, or a list of such lists")
+
+    def prompts(self):
+        one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt
+
+    def encode(self, tokenizer):
+        """The token ids of each prompt."""
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                for prompt in self.prompts()]
+
+    def content(self, text):
+        return {"text": text}
+
+    def likelihoods(self, output, samples):
+        word = lambda token: output.tokenizer.token_bytes(token).decode(errors="replace")
+        tokens = [word(one.token) for one in samples]
+        *offsets, output.offset = itertools.accumulate(map(len, tokens), initial=output.offset)
+        return {"tokens": tokens, "token_logprobs": [one.logprob for one in samples],
+                "top_logprobs": [{word(token): p for token, p in one.top} for one in samples],
+                "text_offset": offsets}
 
 
 class Message(BaseModel, strict=True, extra="allow"):
@@ -841,10 +770,37 @@ class Message(BaseModel, strict=True, extra="allow"):
 
 
 class ChatBody(Body):
+    KIND: ClassVar = "chatcmpl", "chat.completion", "chat.completion.chunk"
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    def prompts(self):
+        return [self.messages]
+
+    def encode(self, tokenizer):
+        return [tokenizer.chat([message.model_dump() for message in self.messages])]
+
+    def sampling(self, room=None):
+        if self.top_logprobs and not self.logprobs:
+            raise UserError("top_logprobs needs logprobs = true")
+        most = self.max_completion_tokens or self.max_tokens
+        return super().sampling(max_tokens=room if most is None else most, logprobs=(
+            self.top_logprobs or 0) if self.logprobs else None)
+
+    def content(self, text):
+        if self.stream:
+            return {"delta": {"content": text}}
+        return {"message": {"role": "assistant", "content": text}}
+
+    def likelihoods(self, output, samples):
+        def entry(token, logprob):
+            raw = output.tokenizer.token_bytes(token)
+            return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        return {"content": [{**entry(one.token, one.logprob),
+                             "top_logprobs": [entry(*pair) for pair in one.top]}
+                            for one in samples]}
 
 
 class Failure(HTTPException):
@@ -999,29 +955,11 @@ class Api:
 
         @app.post("/v1/completions")
         async def completions(body: CompletionBody, request: fastapi.Request):
-            prompts = body.prompt
-            if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
-                prompts = [prompts]
-            params = body.sampling()
-            self._admit(body, len(prompts) * (body.n or 1))
-            if not all(prompts):
-                raise UserError("the prompt is empty: give it at least one character or token id")
-            prompts = [await asyncio.to_thread(self.tokenizer.encode, one) if isinstance(one, str)
-                       else one for one in prompts]
-            return await self._answer(body, request, prompts, params, chat=False)
+            return await self._answer(body, request)
 
         @app.post("/v1/chat/completions")
         async def chat_completions(body: ChatBody, request: fastapi.Request):
-            self._admit(body, body.n or 1)
-            if body.top_logprobs and not body.logprobs:
-                raise UserError("top_logprobs needs logprobs = true")
-            messages = body.model_dump()["messages"]
-            prompt = await asyncio.to_thread(self.tokenizer.chat, messages)
-            room = max(1, self.engine.max_model_len - len(prompt))
-            most = body.max_completion_tokens or body.max_tokens
-            params = body.sampling(max_tokens=room if most is None else most, logprobs=(
-                body.top_logprobs or 0) if body.logprobs else None)
-            return await self._answer(body, request, [prompt], params, chat=True)
+            return await self._answer(body, request)
 
         return app
 
@@ -1041,27 +979,33 @@ class Api:
             raise Failure(503 if choices <= most else 400, f"{choices} more would be too many: "
                           f"{most} requests may run or wait", headers={"retry-after": "1"})
 
-    async def _answer(self, body, request, prompts, params, chat):
-        """Submit every choice of every prompt, all or none, and stream or collect their events."""
+    async def _answer(self, body, request):
+        """Submit every choice of every prompt, all or none; stream or collect their events."""
+        prompts, n = body.prompts(), body.n or 1
+        self._admit(body, len(prompts) * n)
+        if not all(prompts):
+            raise UserError("the prompt is empty: give it at least one character or token id")
+        prompts = await asyncio.to_thread(body.encode, self.tokenizer)
+        params = body.sampling(room=max(1, self.engine.max_model_len - len(prompts[0])))
+        choices = [params if params.seed is None else replace(params, seed=params.seed + i)
+                   for i in range(n)]
         for prompt in prompts:
             self.engine.admissible(prompt, params)
-        call, n, seed = asyncio.Queue(), body.n or 1, params.seed
-        call.name = f"{'chatcmpl' if chat else 'cmpl'}-{os.urandom(12).hex()}"
-        outputs = [self.engine.submit(prompt, params if seed is None else replace(
-            params, seed=seed + i % n), i, call) for i, prompt in enumerate(
-                prompt for prompt in prompts for _ in range(n))]
+        prefix, whole, chunk = body.KIND
+        head = {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
+                "object": chunk if body.stream else whole, "model": self.name}
+        call = asyncio.Queue()
+        call.name = head["id"]
+        outputs = [self.engine.submit(prompt, choice, i, call) for i, (prompt, choice)
+                   in enumerate(itertools.product(prompts, choices))]
         call.guard = asyncio.create_task(self._cancel_after(request, outputs))
-        head = {"id": call.name, "object": "chat.completion" if chat else "text_completion",
-                "created": int(time.time()), "model": self.name}
-        prompt_tokens = sum(map(len, prompts))
         if body.stream:
-            usage = (body.stream_options or {}).get("include_usage")
-            stream = self._stream(head, outputs, call, chat, prompt_tokens if usage else None)
-            return StreamingResponse(stream, media_type="text/event-stream")
-        async for _ in self._events(outputs, call):
+            return StreamingResponse(self._stream(body, head, outputs),
+                                     media_type="text/event-stream")
+        async for _ in self._events(outputs):
             pass
-        return JSONResponse({**head, "usage": self._usage(prompt_tokens, outputs), "choices": [
-            self._choice(chat, output, output.text, output.samples, output.finish)
+        return JSONResponse({**head, "usage": self._usage(outputs, n), "choices": [
+            self._choice(body, output, output.text, output.samples, output.finish)
             for output in outputs]})
 
     async def _cancel_after(self, request, outputs):
@@ -1069,31 +1013,28 @@ class Api:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         for output in outputs:
-            if output.finish is None:
-                self.engine.cancel(output)
+            self.engine.cancel(output)
 
-    async def _stream(self, head, outputs, call, chat, prompt_tokens):
+    async def _stream(self, body, head, outputs):
         """Server-sent events: a chunk for each step that has text, usage if asked for, [DONE]."""
-        head = {**head, "object": "chat.completion.chunk" if chat else "text_completion"}
         pack = lambda **rest: f"data: {json.dumps({**head, **rest}, ensure_ascii=False)}\n\n"
         try:
-            if chat:
-                for output in outputs:
-                    yield pack(choices=[{"index": output.index, "finish_reason": None, "delta": {
-                        "role": "assistant", "content": ""}}])
-            async for event in self._events(outputs, call):
+            for output in outputs if isinstance(body, ChatBody) else ():     # once: who speaks
+                yield pack(choices=[{"index": output.index, "finish_reason": None, "delta": {
+                    "role": "assistant", "content": ""}}])
+            async for event in self._events(outputs):
                 if event.text or event.finish or event.output.params.logprobs is not None:
-                    yield pack(choices=[self._choice(chat, *event, streaming=True)])
-            if prompt_tokens is not None:
-                yield pack(choices=[], usage=self._usage(prompt_tokens, outputs))
+                    yield pack(choices=[self._choice(body, *event)])
+            if (body.stream_options or {}).get("include_usage"):
+                yield pack(choices=[], usage=self._usage(outputs, body.n or 1))
             yield "data: [DONE]\n\n"
         except Failure as error:                             # too late for a status: an error event
             yield f"data: {json.dumps(error.body)}\n\n"
 
-    async def _events(self, outputs, call):
+    async def _events(self, outputs):
         left = len(outputs)
         while left:
-            event = await call.get()
+            event = await outputs[0].queue.get()             # the same for all
             await asyncio.sleep(0)     # with many at hand, still hear that the client has gone
             if event.finish in ("cancelled", "error"):
                 raise Failure(503, self.engine.refusal or "cancelled: its client does not read it")
@@ -1113,39 +1054,16 @@ class Api:
             if line and not self.flags.quiet:
                 print(line, flush=True)
 
-    def _usage(self, prompt_tokens, outputs):
-        completion = sum(len(output.tokens) for output in outputs)
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion,
-                "total_tokens": prompt_tokens + completion}
+    def _usage(self, outputs, n):
+        prompts = sum(len(output.prompt) for output in outputs[::n])         # each only once
+        completions = sum(len(output.tokens) for output in outputs)
+        return {"prompt_tokens": prompts, "completion_tokens": completions,
+                "total_tokens": prompts + completions}
 
-    def _choice(self, chat, output, text, samples, finish, streaming=False):
-        content, logprobs = {"text": text}, None
-        if chat:
-            content = {"delta" if streaming else "message": {"role": "assistant", "content": text}}
-        if output.params.logprobs is not None and chat:
-            logprobs = self._chat_logprobs(samples)
-        elif output.params.logprobs is not None:
-            logprobs = self._logprobs(samples, output.offset if streaming else 0)
-            output.offset += sum(map(len, logprobs["tokens"]))
-        return {"index": output.index, **content, "logprobs": logprobs, "finish_reason": finish}
-
-    def _token(self, token):
-        return self.tokenizer.token_bytes(token).decode(errors="replace")
-
-    def _logprobs(self, samples, start):
-        tokens = [self._token(one.token) for one in samples]
-        lengths = itertools.accumulate(map(len, tokens), initial=start)
-        return {"tokens": tokens,
-                "token_logprobs": [one.logprob for one in samples],
-                "top_logprobs": [{self._token(t): p for t, p in one.top} for one in samples],
-                "text_offset": list(lengths)[:-1]}
-
-    def _chat_logprobs(self, samples):
-        entry = lambda token, logprob: {"token": self._token(token), "logprob": logprob,
-                                        "bytes": list(self.tokenizer.token_bytes(token))}
-        return {"content": [{**entry(one.token, one.logprob),
-                             "top_logprobs": [entry(*pair) for pair in one.top]}
-                            for one in samples]}
+    def _choice(self, body, output, text, samples, finish):
+        asked = output.params.logprobs is not None
+        return {"index": output.index, **body.content(text), "finish_reason": finish,
+                "logprobs": body.likelihoods(output, samples) if asked else None}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1191,35 +1109,28 @@ def bind(host, port):
 
 
 def serve(flags):
-    """One rank's life, from joining the others to leaving; returns the exit code."""
+    """One rank's life, from joining the others to leaving."""
     began = time.perf_counter()
-    try:
-        rank = connect()
-        with Link("gloo").together():
-            listener = bind(flags.host, flags.port) if rank == 0 else None
-        engine = Engine(**{f.name: getattr(flags, f.name) for f in fields(Options)})
+    rank = connect()
+    with Link("gloo").together():
+        listener = bind(flags.host, flags.port) if rank == 0 else None
+    engine = Engine(**{f.name: getattr(flags, f.name) for f in fields(Options)})
 
-        def stop(number, frame):       # once: finish what runs; twice: at once
-            engine.close(0 if engine.closing else flags.grace)
-        # Only rank 0 decides about the end; the others hear of it in the next message.
-        for number in STOPS:
-            signal.signal(number, signal.SIG_IGN if rank else stop)
-        ended = threading.Event()
-        finish = start_http(engine, flags, listener, began) if rank == 0 else lambda: None
-        threading.Thread(target=watch, args=(engine, flags, ended, finish), daemon=True).start()
-        try:
-            engine.run()
-        finally:                       # whatever ended it: no client waits for ever
-            ended.set()
-            engine.fail("the engine has ended: a rank is lost, or failed")
-            finish()
-    except UserError as e:
-        return complain(e)
-    except LostRank as e:
-        print(f"serve.py: rank {os.environ.get('RANK')}: {e}", file=sys.stderr, flush=True)
-        return 1
+    def stop(number, frame):           # once: finish what runs; twice: at once
+        engine.close(0 if engine.closing else flags.grace)
+    # Only rank 0 decides about the end; the others hear of it in the next message.
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN if rank else stop)
+    ended = threading.Event()
+    finish = start_http(engine, flags, listener, began) if rank == 0 else lambda: None
+    threading.Thread(target=watch, args=(engine, flags, ended, finish), daemon=True).start()
+    try:
+        engine.run()
+    finally:                           # whatever ended it: no client waits for ever
+        ended.set()
+        engine.fail("the engine has ended: a rank is lost, or failed")
+        finish()
     dist.destroy_process_group()
-    return 0
 
 
 def watch(engine, flags, ended, finish):
@@ -1232,7 +1143,7 @@ def watch(engine, flags, ended, finish):
             return
         before, calls = calls, sum(count.calls for count in [*engine.link.counts.values()])
         turns = turns + 1 if calls == before else 0
-    why = (f"stuck in step {engine.step_count}: no collective has returned for "
+    why = (f"stuck in step {engine.steps.total()}: no collective has returned for "
            f"{flags.step_timeout:g} s (--step-timeout), so a rank hangs or is stopped")
     print(f"serve.py: rank {engine.rank}: {why}", file=sys.stderr, flush=True)
     engine.fail(why)
@@ -1258,13 +1169,10 @@ def start_http(engine, flags, listener, began):
     name = engine.options.model.rstrip("/").removeprefix(str(Path(__file__).parent) + "/")
     api = Api(engine, name, flags)
     server = uvicorn.Server(uvicorn.Config(api.app(), log_level="warning", access_log=False))
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        engine.on_events = lambda events: loop.call_soon_threadsafe(api.dispatch, events)
-        await server.serve(sockets=[listener])
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    loop = asyncio.new_event_loop()
+    engine.on_events = lambda events: loop.call_soon_threadsafe(api.dispatch, events)
+    serving = server.serve(sockets=[listener])
+    thread = threading.Thread(target=loop.run_until_complete, args=[serving], daemon=True)
     thread.start()
     while thread.is_alive() and not server.started:
         time.sleep(0.01)
@@ -1284,13 +1192,17 @@ def start_http(engine, flags, listener, began):
 
 
 def main(argv=None):
+    """The command; returns the exit code. With --nproc it starts ranks, which run this again."""
     try:
         flags = parse(argv)
+        if flags.nproc and "RANK" not in os.environ:
+            return launch(main, flags.nproc, argv)
+        return serve(flags)
     except UserError as e:
         return complain(e)
-    if flags.nproc and "RANK" not in os.environ:
-        return launch(serve, flags.nproc, flags)
-    return serve(flags)
+    except LostRank as e:
+        print(f"serve.py: rank {os.environ.get('RANK')}: {e}", file=sys.stderr, flush=True)
+        return 1
 
 
 if __name__ == "__main__":

@@ -47,15 +47,17 @@ def wait_for(condition, seconds, what):
 
 
 class Server:
-    """`python serve.py ARGS --port 0`, or that under torchrun; `out` and `err` are its Lines."""
+    """`python serve.py ARGS --port 0`, or that under torchrun, or with the checks of checks.py;
+    `out` and `err` are its Lines."""
 
-    def __init__(self, *args, torchrun=None, port=0, env=()):
+    def __init__(self, *args, torchrun=None, port=0, env=(), checked=False):
         self.mark = f"NANOSHIFT_TEST={uuid.uuid4().hex}"
         own = dict([self.mark.split("=")], OMP_WAIT_POLICY="PASSIVE")    # idle threads do not spin
         command = [sys.executable]
         if torchrun:
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", torchrun]
-        command += [ROOT / "serve.py", *args, *(() if port is None else ("--port", port))]
+        command += [ROOT / ("tests/checks.py" if checked else "serve.py"), *args]
+        command += [] if port is None else ["--port", port]
         self.process = subprocess.Popen(
             list(map(str, command)), text=True, env={**os.environ, **own, **dict(env)},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

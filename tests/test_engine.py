@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checks import check, checked
 from common import factorizations, load, save, small_config, world, write_checkpoint
 from model import Sample, SamplingParams, Tokenizer, byte_letters, sample
 from serve import BlockManager, ContextError, Engine, Options, Output, Scheduler
@@ -141,7 +142,9 @@ def parity_world(root):
         for job in jobs_of_P[rank // P::8 // P]:             # the sets of P ranks share the work
             engine = Engine(range(rank // P * P, rank // P * P + P), **{
                 **SMALL, "model": directory_of(root, job.model), "mode": job.mode,
-                "sp": job.sp, "tp": job.tp, "max_seqs": 2, "threshold": 6, "check": P < 8})
+                "sp": job.sp, "tp": job.tp, "max_seqs": 2, "threshold": 6})
+            if P < 8:
+                checked(engine)
             steps = recorded(engine)
             outputs = engine.generate(prompts_for(job.model), FOUR)
             assert (outputs is None) == (engine.rank > 0)
@@ -284,8 +287,9 @@ def random_request(draw, texts):
 def traffic_world(root, steps, link, kernels):
     """Rank 0 submits and cancels between steps; afterwards it asks for each text alone."""
     rank, draw = connect(), random.Random(11)
-    engine = Engine(**{**SMALL, "kv_blocks": 14, "max_seqs": 5, "max_step_tokens": 12,
-                       "threshold": 6, "sp": 2, "check": True, "link": link, "kernels": kernels})
+    engine = checked(Engine(**{
+        **SMALL, "kv_blocks": 14, "max_seqs": 5, "max_step_tokens": 12, "threshold": 6, "sp": 2,
+        "link": link, "kernels": kernels}))
     engine.IDLE_TICK = 0.01
     run, outputs, ended = recorded(engine), [], Counter()
     engine.on_events = lambda events: ended.update(
@@ -301,14 +305,15 @@ def traffic_world(root, steps, link, kernels):
     if rank == 0:
         engine.close()
     engine.run()
-    engine.scheduler.check()
+    check(engine.scheduler)
+    assert engine.checks >= engine.steps.total() > 0
     assert not engine.scheduler.requests and engine.scheduler.blocks.available == 14
     found = None
     if rank == 0:
         assert not engine.outputs and all(output.finish for output in outputs)
         assert ended == Counter(output.id for output in outputs), "each has one end"
         found = judge(outputs, Solo(0))
-        found |= {"preemptions": engine.scheduler.preemptions, "steps": engine.step_count,
+        found |= {"preemptions": engine.scheduler.preemptions, "steps": engine.steps.total(),
                   "cached": engine.scheduler.cached_tokens, "crossings": crossings(run)}
     save(root, found)
 
@@ -354,7 +359,7 @@ def preempted_world(root):
     rank = connect()
     work = [(list(range(first, first + 8)), replace(GREEDY, max_tokens=14, temperature=t, seed=3))
             for first, t in ((10, 0.8), (40, 0))]
-    engine = Engine(**{**SMALL, "kv_blocks": 7, "sp": 2, "check": True})
+    engine = checked(Engine(**{**SMALL, "kv_blocks": 7, "sp": 2}))
     lengths = []                                 # of the second output, when it was preempted
     preempt = engine.scheduler._preempt
 
@@ -420,7 +425,7 @@ def test_generate_refuses_on_every_rank():
 
 def twice_world():
     rank = connect()
-    engine = Engine(**{**SMALL, "sp": 2, "check": True})
+    engine = checked(Engine(**{**SMALL, "sp": 2}))
     texts = [engine.generate([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3]], GREEDY) for _ in range(3)]
     assert engine.scheduler.cached_tokens == 2 * 4, "the later calls found the first's prefix"
     assert engine.generate([], GREEDY) == ([] if rank == 0 else None)
@@ -520,7 +525,7 @@ def test_close_cancels_what_is_left_after_the_grace(grace):
 
 def cancelled_world():
     rank = connect()
-    engine, ended = Engine(**{**SMALL, "max_seqs": 1, "sp": 2, "check": True}), []
+    engine, ended = checked(Engine(**{**SMALL, "max_seqs": 1, "sp": 2})), []
     engine.IDLE_TICK = 0.01
     engine.on_events = lambda events: ended.extend(
         (event.output.id, event.finish) for event in events if event.finish)

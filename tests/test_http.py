@@ -37,7 +37,7 @@ POOL, PAGE = 4, 16                      # of the small server: 4 blocks of 16 to
 @pytest.fixture(scope="module")
 def server():
     with Server("--nproc", 2, "--threshold", 16, "--kv-blocks", 600,         # small, so that to
-                "--check", "--explain").ready() as server:                   # check it is quick
+                "--explain", checked=True).ready() as server:                # check it is quick
         yield server
         assert server.stop() == 0
         assert server.err == [], "a server that refused bad requests has nothing to complain of"
@@ -60,7 +60,7 @@ def small(small_servers):
         small_servers.pop().kill()
     if not small_servers:
         small_servers.append(Server("--kv-blocks", POOL, "--block-size", PAGE, "--max-seqs", 1,
-                                    "--threshold", 16, "--check", "--explain").ready())
+                                    "--threshold", 16, "--explain", checked=True).ready())
     return small_servers[-1]
 
 
@@ -162,6 +162,22 @@ def test_stream_says_what_the_answer_says(client, chat, draw):
     finishes = [chunk.choices[0].finish_reason for chunk in parts]
     assert finishes == [None] * (len(parts) - 1) + [whole.choices[0].finish_reason]
     assert {chunk.id for chunk in chunks} == {last.id} and last.model == MODEL
+
+
+def test_a_stream_says_once_who_speaks(client):
+    """Holds a chat's stream to name the role in its first chunk only. (It was in every one, and
+    clients that add the pieces up, OpenAI's own too, made "assistantassistant" of them.)"""
+    roles = [chunk.choices[0].delta.role for chunk in create(client, True, stream=True)]
+    assert roles == ["assistant"] + [None] * (len(roles) - 1)
+
+
+def test_choices_of_the_last_seeds(server, answer):
+    """Holds n choices of which only the first can have its seed to a refusal of all of them. (The
+    first of them once ran on for a client that had been told off.)"""
+    begun = len(server.steps())
+    error = refused(server, answer, COMPLETIONS, {"prompt": [5] * 30, "seed": 2 ** 64 - 1, "n": 2})
+    assert "seed" in error["message"]
+    assert not any(" 30 prefill" in line.text for line in server.steps()[begun:])
 
 
 @ENDPOINTS
@@ -880,12 +896,14 @@ def test_failure_is_openais():
 def test_logprobs_of_samples():
     """Holds both formats of logprobs to samples whose tokens, texts and order are known."""
     tokenizer = RawTokens(Config())
-    api = Api(SimpleNamespace(tokenizer=tokenizer), "name")
+    output = SimpleNamespace(tokenizer=tokenizer, offset=0)
     samples = [Sample(17, -0.5, [(17, -0.5), (4, -1.5)]), Sample(4, -2.0, [(9, -0.1)])]
-    assert api._logprobs(samples, 0) == {
+    body = CompletionBody(prompt="a")
+    assert body.likelihoods(output, samples) == {
         "tokens": ["17 ", "4 "], "token_logprobs": [-0.5, -2.0], "text_offset": [0, 3],
         "top_logprobs": [{"17 ": -0.5, "4 ": -1.5}, {"9 ": -0.1}]}
-    first, second = api._chat_logprobs(samples)["content"]
+    assert body.likelihoods(output, samples)["text_offset"] == [5, 8], "they go on from there"
+    first, second = ChatBody(messages=MESSAGES).likelihoods(output, samples)["content"]
     assert first == {"token": "17 ", "logprob": -0.5, "bytes": list(b"17 "), "top_logprobs": [
         {"token": "17 ", "logprob": -0.5, "bytes": list(b"17 ")},
         {"token": "4 ", "logprob": -1.5, "bytes": list(b"4 ")}]}
@@ -910,14 +928,14 @@ def test_half_characters_wait():
     last = output.push(Sample("é".encode()[0], None, None))
     assert (last.text, last.finish, output.text) == ("\ufffd", "length", text + "\ufffd")
     half = {"token": "\ufffd", "logprob": -1.0, "bytes": [0xc3]}
-    api = Api(SimpleNamespace(tokenizer=Bytes()), "name")
-    assert api._chat_logprobs([Sample(0xc3, -1.0, [(0xc3, -1.0)])])["content"] == [
-        {**half, "top_logprobs": [half]}]
+    found = ChatBody(messages=MESSAGES).likelihoods(output, [Sample(0xc3, -1.0, [(0xc3, -1.0)])])
+    assert found["content"] == [{**half, "top_logprobs": [half]}]
 
 
 def test_usage_counts_every_choice():
     """Holds usage to the prompt once for each prompt and the output of all choices."""
     api = Api(SimpleNamespace(tokenizer=None), "name")
-    outputs = [SimpleNamespace(tokens=[1, 2, 3]), SimpleNamespace(tokens=[4])]
-    assert api._usage(7, outputs) == {"prompt_tokens": 7, "completion_tokens": 4,
-                                      "total_tokens": 11}
+    outputs = [SimpleNamespace(prompt=prompt, tokens=tokens) for prompt, tokens in
+               (([5] * 4, [1, 2, 3]), ([5] * 4, [4]), ([6] * 3, [7]), ([6] * 3, []))]
+    assert api._usage(outputs, 2) == {"prompt_tokens": 7, "completion_tokens": 5,
+                                      "total_tokens": 12}

@@ -1,0 +1,35 @@
+"""explain.py: what --explain prints: each step in words, and its collectives by shape and purpose.
+
+    python serve.py --nproc 8 --explain            a line for each step
+    python serve.py --nproc 8 --explain 2          and one for each collective of its first layer
+"""
+from collections import defaultdict
+
+# The shapes in the legend's letters (model.py), and what the collective is for
+LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my heads"),
+          "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> mine, all heads"),
+          "o": ("(t, D)", "the sum of all ranks' heads"),
+          "mlp": ("(t, D)", "the sum of all ranks' MLP columns"),
+          "logits": ("", "rows to all ranks, their slices of the vocabulary to rank 0")}
+
+
+def explain(engine, summary, mode, calls):
+    """Print one step of rank 0: `summary` as Trace keeps it, and its Calls."""
+    number, tokens, prefill, decode, name, milliseconds = summary
+    groups = defaultdict(list)
+    for call in calls:
+        if call.op != "mark":
+            groups[call.what, call.op].append(call)
+    sent = [f"{what} {op} {len(of)} x {sum(call.bytes for call in of) / len(of) / 1024:.1f} KB"
+            for (what, op), of in groups.items()]
+    emulated = ", emulated link" * bool(engine.link.emulate)
+    print(f"step {number:4} | {tokens:4} tokens: {prefill} prefill, {decode} decode | "
+          f"{name:5} sp {mode.sp} x tp {mode.tp}, {engine.switch.reason(tokens)} | "
+          f"{milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}",
+          flush=True)
+    for (what, op), (first, *others) in groups.items() if engine.options.explain > 1 else ():
+        letters, purpose = LEGEND[what]
+        print(f"  {what:9} {op:10} {letters:26} {first.before} -> {first.after}, among "
+              f"{len(first.group)} ranks, {first.bytes / 1024:.1f} KB sent, "
+              f"{first.seconds * 1e6:.0f} us: {purpose}; {len(others)} more like it: "
+              f"{sum(call.seconds for call in others) * 1e6:.0f} us", flush=True)
