@@ -184,9 +184,8 @@ class Scheduler:
             self._publish(request, count)
         self.plan = []
         for id, tokens in added:
-            request = Request(id, list(tokens), len(tokens), hashes=[])
-            self.requests[id] = request
-            self.waiting.append(request)
+            self.requests[id] = Request(id, list(tokens), len(tokens), hashes=[])
+            self.waiting.append(self.requests[id])
         for id in finished:
             request = self.requests.pop(id)
             if request.blocks is None:
@@ -570,9 +569,8 @@ class Engine:
         pages = max(len(request.blocks) for request, _ in plan)
         tables = [request.blocks + [0] * (pages - len(request.blocks)) for request, _ in plan]
         contexts = [request.num_computed + count for request, count in plan]
-        whole = (torch.tensor(values) for values in (token_ids, positions, slots))
         short = (torch.tensor(values, dtype=torch.int32) for values in (tables, starts, contexts))
-        batch = Batch(*whole, *short, rows)
+        batch = Batch(*map(torch.tensor, (token_ids, positions, slots)), *short, rows)
         return batch.to(self.link.device), sampling
 
     def _record(self, plan, tokens, mode, start):
@@ -811,9 +809,7 @@ class Failure(HTTPException):
         super().__init__(status, message, headers)
         self.body = {"error": {"message": message, "param": None, "code": code, "type":
                                "invalid_request_error" if status < 500 else "server_error"}}
-
-    def response(self):
-        return JSONResponse(self.body, self.status_code, self.headers)
+        self.response = JSONResponse(self.body, status, headers)
 
     @classmethod
     async def handle(cls, request, error):
@@ -827,7 +823,7 @@ class Failure(HTTPException):
         elif not isinstance(error, cls):
             error = cls(error.status_code, f"{request.url.path:.80}: {error.detail}",
                         headers=error.headers)
-        return error.response()
+        return error.response
 
     @staticmethod
     def _invalid(request, first):
@@ -856,7 +852,7 @@ class Gate:
         known = any([hmac.compare_digest(given, key) for key in self.keys])      # all: same time
         if self.keys and not known and scope.get("path", "/health") != "/health":
             app = Failure(401, "this server wants a key: authorization: Bearer KEY",
-                          "invalid_api_key", {"www-authenticate": "Bearer"}).response()
+                          "invalid_api_key", {"www-authenticate": "Bearer"}).response
 
         async def limited():
             nonlocal size
@@ -986,8 +982,7 @@ class Api:
         self._admit(body, len(prompts) * n)
         if not all(prompts):
             raise UserError("the prompt is empty: give it at least one character or token id")
-        prompts = [await asyncio.to_thread(body.encode, self.tokenizer, prompt)
-                   for prompt in prompts]
+        prompts = [await asyncio.to_thread(body.encode, self.tokenizer, one) for one in prompts]
         params = body.sampling(room=max(1, self.engine.max_model_len - len(prompts[0])))
         choices = [params if params.seed is None else replace(params, seed=params.seed + i)
                    for i in range(n)]
