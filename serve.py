@@ -184,9 +184,8 @@ class Scheduler:
             self._publish(request, count)
         self.plan = []
         for id, tokens in added:
-            request = Request(id, list(tokens), len(tokens), hashes=[])
-            self.requests[id] = request
-            self.waiting.append(request)
+            self.requests[id] = Request(id, list(tokens), len(tokens), hashes=[])
+            self.waiting.append(self.requests[id])
         for id in finished:
             request = self.requests.pop(id)
             if request.blocks is None:
@@ -332,8 +331,7 @@ class Options:
     max_seqs: int = option(256, "requests in a step", least=1)
     kv_blocks: int = option(None, "blocks in the KV pool; default: by memory", least=1)
     block_size: int = option(16, "tokens in a KV block", least=1)
-    explain: int = option(0, "1: a line a step; 2: and one for each collective of its first layer",
-                          least=0, most=2, bare=1)
+    explain: int = option(0, "1: a line a step; 2: its collectives too", least=0, most=2, bare=1)
     trace: str = option(None, "write a file for ui.perfetto.dev")
     trace_steps: int = option(10_000, "steps in that file, at most", least=1)
 
@@ -364,25 +362,25 @@ def make_link(options, link):
     emulate = (options.link_gbps or math.inf, options.link_us or 0) if slow else None
     gpus = torch.cuda.device_count() if options.link in ("auto", "nccl") else 0
     if here > gpus > 0 or options.link == "nccl" and not gpus:
-        raise UserError(f"--link {options.link} wants a GPU for each rank: there are {here} ranks "
-                        f"and {gpus} GPUs, so start {gpus or 'none'}, or use --link shm or gloo")
+        raise UserError(f"--link {options.link} wants a GPU for each rank, but there are {here} "
+                        f"ranks and {gpus} GPUs: start fewer ranks, or use --link shm or gloo")
     if gpus:
         torch.cuda.set_device(local)
         return Link("nccl", link.world_ranks, f"cuda:{local}", emulate), TorchKernels(), ""
     threads = max(1, cores() // here)
     missing = next((reason for reason in link.gather(why_not_native()) if reason), None)
-    rounded = options.dtype not in ("auto", "float32") and f"--dtype {options.dtype}"
-    if options.kernels == "c" and (missing or rounded):
-        raise UserError(f"--kernels c cannot be had: {missing or rounded}; use --kernels auto")
-    plain = missing or rounded or options.kernels == "torch"
+    no_c = missing or options.dtype not in ("auto", "float32") and f"--dtype {options.dtype}"
+    if options.kernels == "c" and no_c:
+        raise UserError(f"--kernels c cannot be had: {no_c}; use --kernels auto")
+    plain = no_c or options.kernels == "torch"
     kernels = TorchKernels() if plain else NativeKernels(threads)
     # Two pools of threads would take the cores from each other: torch's works, or kernels.c's.
     torch.set_num_threads(threads if plain else 1)
+    no_shm = "ranks on several hosts" if world > here else missing
+    if options.link == "shm" and no_shm:
+        raise UserError(f"--link shm cannot be had: {no_shm}; use --link auto")
+    backend = "gloo" if options.link == "gloo" or no_shm else "shm"
     remark = f" (torch kernels: {missing})" if missing else ""
-    missing = "ranks on several hosts" if world > here else missing
-    if missing and options.link == "shm":
-        raise UserError(f"--link shm cannot be had: {missing}; use --link auto")
-    backend = "gloo" if options.link == "gloo" or missing else "shm"
     return Link(backend, link.world_ranks, emulate=emulate), kernels, remark
 
 
@@ -414,9 +412,9 @@ class Engine:
         self.trace = Trace(self.link, self.options.trace, self.options.trace_steps)
         self.sampled, self.finished = [], []
         self.outputs = {}              # id -> Output, alive; rank 0, the engine's thread only
-        self.inbox, self.ids = [], itertools.count()
-        self.asks = deque()            # (what, value, Future): `ask`
-        self.wake = threading.Condition()                    # guards inbox, ids, closing, deadline
+        self.inbox, self.asks, self.ids = [], deque(), itertools.count()
+        # Guards these three, and `closing`. Reentrant: a signal may call `close` in any line.
+        self.wake = threading.Condition()
         self.closing, self.deadline = False, math.inf        # end when done; when to stop waiting
         self.refusal, self.beat = None, time.monotonic()     # why nothing is taken; the last turn
         self.steps, self.step_tokens, self.mode, self.switches = Counter(), Counter(), None, 0
@@ -454,8 +452,8 @@ class Engine:
         nbytes = 2 * config.layers * self.layout.k * size * config.head_dim
         nbytes *= self.model.dtype.itemsize
         if self.link.device.type == "cpu":
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 // here
+            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+            memory //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         else:
             memory = int(torch.cuda.mem_get_info(self.link.device)[0] * 0.8)
         fits = min(self.link.gather(memory // nbytes))
@@ -571,9 +569,8 @@ class Engine:
         pages = max(len(request.blocks) for request, _ in plan)
         tables = [request.blocks + [0] * (pages - len(request.blocks)) for request, _ in plan]
         contexts = [request.num_computed + count for request, count in plan]
-        whole = (torch.tensor(values) for values in (token_ids, positions, slots))
         short = (torch.tensor(values, dtype=torch.int32) for values in (tables, starts, contexts))
-        batch = Batch(*whole, *short, rows)
+        batch = Batch(*map(torch.tensor, (token_ids, positions, slots)), *short, rows)
         return batch.to(self.link.device), sampling
 
     def _record(self, plan, tokens, mode, start):
@@ -626,6 +623,8 @@ class Engine:
         "threshold", N or "auto": the switch from now on; "collectives", a step: each rank's."""
         future = Future()
         with self.wake:
+            if self.refusal:
+                raise UserError(self.refusal)
             self.asks.append((what, value, future))
             self.wake.notify()
         return future
@@ -651,6 +650,8 @@ class Engine:
         self.refusal = self.refusal or reason
         self.on_events([Event(output, "", [], "error") for output in
                         (*self.outputs.values(), *self.inbox)])
+        while self.asks:
+            self.asks.popleft()[-1].set_exception(UserError(self.refusal))
 
     def _next_message(self):
         """What all ranks must know before the next step; waits here while nothing is to be done."""
@@ -660,7 +661,6 @@ class Engine:
                                    timeout=self.IDLE_TICK)
             added, self.inbox = self.inbox, []
             self.outputs |= {output.id: output for output in added}
-            asks = [(what, value) for what, value, _ in self.asks]
         late = time.monotonic() > self.deadline
         cancelled = [output for output in self.outputs.values() if output.unwanted or late]
         for output in cancelled:
@@ -669,8 +669,9 @@ class Engine:
         if cancelled:
             self.on_events([Event(output, "", [], output.finish) for output in cancelled])
         message = {"sampled": self.sampled, "finished": self.finished,
-                   "added": [(output.id, output.prompt) for output in added], "asks": asks,
-                   "stop": self.closing and not self.outputs}
+                   "added": [(output.id, output.prompt) for output in added],
+                   "asks": [(what, value) for what, value, _ in [*self.asks]],
+                   "stop": self.closing and not (self.outputs or self.inbox)}
         self.sampled, self.finished = [], []
         return message
 
@@ -747,10 +748,8 @@ class CompletionBody(Body):
         one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         return [self.prompt] if one else self.prompt
 
-    def encode(self, tokenizer):
-        """The token ids of each prompt."""
-        return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                for prompt in self.prompts()]
+    def encode(self, tokenizer, prompt):
+        return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     def content(self, text):
         return {"text": text}
@@ -779,8 +778,8 @@ class ChatBody(Body):
     def prompts(self):
         return [self.messages]
 
-    def encode(self, tokenizer):
-        return [tokenizer.chat([message.model_dump() for message in self.messages])]
+    def encode(self, tokenizer, prompt):
+        return tokenizer.chat([message.model_dump() for message in prompt])
 
     def sampling(self, room=None):
         if self.top_logprobs and not self.logprobs:
@@ -810,9 +809,7 @@ class Failure(HTTPException):
         super().__init__(status, message, headers)
         self.body = {"error": {"message": message, "param": None, "code": code, "type":
                                "invalid_request_error" if status < 500 else "server_error"}}
-
-    def response(self):
-        return JSONResponse(self.body, self.status_code, self.headers)
+        self.response = JSONResponse(self.body, status, headers)
 
     @classmethod
     async def handle(cls, request, error):
@@ -826,7 +823,7 @@ class Failure(HTTPException):
         elif not isinstance(error, cls):
             error = cls(error.status_code, f"{request.url.path:.80}: {error.detail}",
                         headers=error.headers)
-        return error.response()
+        return error.response
 
     @staticmethod
     def _invalid(request, first):
@@ -855,7 +852,7 @@ class Gate:
         known = any([hmac.compare_digest(given, key) for key in self.keys])      # all: same time
         if self.keys and not known and scope.get("path", "/") not in ("/", "/health"):
             app = Failure(401, "this server wants a key: authorization: Bearer KEY",
-                          "invalid_api_key", {"www-authenticate": "Bearer"}).response()
+                          "invalid_api_key", {"www-authenticate": "Bearer"}).response
 
         async def limited():
             nonlocal size
@@ -981,11 +978,11 @@ class Api:
 
     async def _answer(self, body, request):
         """Submit every choice of every prompt, all or none; stream or collect their events."""
-        prompts, n = body.prompts(), body.n or 1
+        prompts, n = body.prompts(), body.n or 1             # texts, ids, or conversations
         self._admit(body, len(prompts) * n)
         if not all(prompts):
             raise UserError("the prompt is empty: give it at least one character or token id")
-        prompts = await asyncio.to_thread(body.encode, self.tokenizer)
+        prompts = [await asyncio.to_thread(body.encode, self.tokenizer, one) for one in prompts]
         params = body.sampling(room=max(1, self.engine.max_model_len - len(prompts[0])))
         choices = [params if params.seed is None else replace(params, seed=params.seed + i)
                    for i in range(n)]
@@ -1151,18 +1148,6 @@ def watch(engine, flags, ended, finish):
     os._exit(1)
 
 
-def complain(error):
-    """Say a user's mistake once, from rank 0; returns the exit code. The other ranks, which know it
-    too, meet rank 0 and leave after it: torchrun ends all as soon as one has left."""
-    if "RANK" in os.environ and not dist.is_initialized():
-        connect()
-    if os.environ.get("RANK", "0") == "0":
-        print(f"serve.py: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(1)
-    return 2
-
-
 def start_http(engine, flags, listener, began):
     """Serve from a thread of its own; returns the function that ends it."""
     import uvicorn
@@ -1198,8 +1183,14 @@ def main(argv=None):
         if flags.nproc and "RANK" not in os.environ:
             return launch(main, flags.nproc, argv)
         return serve(flags)
-    except UserError as e:
-        return complain(e)
+    except UserError as e:             # said once; the other ranks, which know it too, meet rank 0
+        if "RANK" in os.environ and not dist.is_initialized():
+            connect()                  # and leave after it: torchrun ends all as soon as one has
+        if os.environ.get("RANK", "0") == "0":
+            print(f"serve.py: {e}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(1)
+        return 2
     except LostRank as e:
         print(f"serve.py: rank {os.environ.get('RANK')}: {e}", file=sys.stderr, flush=True)
         return 1

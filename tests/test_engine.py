@@ -555,6 +555,29 @@ def test_cancelled_in_every_state():
     assert world(cancelled_world, 2, seconds=30) == 0
 
 
+def asks_world():
+    engine, level = Engine(**{**SMALL, "sp": 2}), SMALL["threshold"] + 1
+    engine.IDLE_TICK = 90
+    if engine.rank == 0:
+        answers = [engine.ask("threshold", level), engine.ask("collectives", 7)]
+    engine.step()
+    assert engine.switch.threshold == level
+    if engine.rank == 0:
+        switch, ranks = [answer.result(0) for answer in answers]
+        assert switch is engine.switch and ranks == [None, None], "step 7 has not been"
+        late = engine.ask("threshold", "auto")
+        engine.fail("a reason")
+        assert "a reason" in str(late.exception(0)), "nobody waits for what will never come"
+        with pytest.raises(UserError, match="a reason"):
+            engine.ask("threshold", "auto")
+
+
+def test_asks_are_answered_by_all_ranks_or_refused():
+    """A new threshold is every rank's from the next step on; what is asked of an engine that has
+    ended, or just before, is refused. (It waited for ever, and held up the server's end.)"""
+    assert world(asks_world, 2, seconds=30) == 0
+
+
 def long_message_world():
     rank = connect()
     options = dict(model="random:dim=32,layers=1,heads=2,kv_heads=2,ffn=32,vocab=9973,max_len=4096",
