@@ -224,8 +224,7 @@ class SharedMemory:
     def all_reduce(self, x):
         sums = x.float().contiguous()                # x itself, or wider: rounded once, at the end
         self._met(self.c.all_reduce(self.group, sums.data_ptr(), sums.numel()))
-        if sums is not x:
-            x.copy_(sums)
+        x.copy_(sums)
 
     def all_to_all(self, out, x, receive, send):
         """Rows, as torch.distributed.all_to_all_single has them."""

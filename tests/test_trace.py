@@ -21,12 +21,12 @@ def traced_world(root, most, killed):
     prompts = [list(range(1, length)) for length in (30, 5, 17, 9)]
     if killed and rank == 0:
         def kill(events):
-            if engine.step_count == 6:                       # while others are in a step
+            if engine.steps.total() == 6:                       # while others are in a step
                 os.kill(os.getpid(), signal.SIGKILL)
         engine.on_events = kill
     engine.generate(prompts, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     save(root, ({key: count.bytes for key, count in engine.link.counts.items()},
-                engine.step_count, [summary for summary, *_ in engine.trace.steps]))
+                engine.steps.total(), [summary for summary, *_ in engine.trace.steps]))
 
 
 @pytest.fixture(scope="module")
