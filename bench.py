@@ -37,7 +37,7 @@ from statistics import fmean
 import torch
 
 from model import Config
-from serve import BlockManager, Engine, Options, Request, SamplingParams, Scheduler
+from serve import BlockManager, Engine, Options, Parser, Request, SamplingParams, Scheduler
 from shift import Layout, Link, LostRank, Switch, UserError, connect, launch
 
 sys.path.append(str(Path(__file__).parent / "assets"))
@@ -150,8 +150,7 @@ def find_model(name):
     if not name.startswith("random:") and not Path(name or "none").is_dir():
         raise UserError(f"--model {name} is no directory, no random:..., and none of "
                         f"{', '.join(HARDWARE['models'])} with -fp8 or -bf16")
-    known = Config.random(name[7:]) if name.startswith("random:") else Config.read(name)
-    return Model(known, 4, 4)
+    return Model(Config.random(name[7:]) if name.startswith("random:") else Config.read(name), 4, 4)
 
 
 @dataclass(frozen=True)
@@ -582,9 +581,6 @@ WORLD = {"compare": run_compare, "crossover": run_crossover}             # on ra
 
 def parse(argv):
     """The command line. A mistake in it is a UserError, to be said in one line."""
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise UserError(f"{message} (see --help)")
     parser = Parser(description="Measured and simulated comparisons.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("peers", "prefill", "link"):

@@ -1027,11 +1027,15 @@ class Flags(Options):
     fixed_threshold: bool = option(False, "the page may not change the threshold")
 
 
+class Parser(argparse.ArgumentParser):
+    """Its mistakes are UserErrors, so that one rank can say them once."""
+
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+
 def parse(argv):
-    """The command line; a mistake in it is a UserError, so that one rank can say it once."""
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise UserError(f"{message} (see --help)")
+    """The command line."""
     parser = Parser(prog="serve.py", description="Serve a Llama with Shift Parallelism.",
                     allow_abbrev=False)
     kinds = {bool: {"action": "store_true"}, list: {"action": "append"}}

@@ -249,7 +249,8 @@ class Link:
 
     `counts[op, what]` sums calls, bytes sent to other ranks, and seconds. A ring all_reduce of n
     ranks counts 2(n-1)/n of its tensor, the others exactly what leaves this rank. On a GPU the
-    seconds are those of the launch; the work is asynchronous. `log` has the last calls, one by one.
+    seconds are those of the launch; the work is asynchronous. `log` has the last calls, each with
+    the fields of Call (as a plain tuple: all are written, few are read).
     """
     HEADER, PACKET = 8, 16384          # bytes: a message's length; what one broadcast carries
 
@@ -300,13 +301,12 @@ class Link:
         count.bytes += nbytes
         count.seconds += seconds
         if group:
-            self.log.append(Call(op, what, group.ranks, tuple(x.shape), tuple(out.shape), nbytes,
-                                 start, seconds))
+            self.log.append((op, what, group.ranks, x.shape, out.shape, nbytes, start, seconds))
         return result
 
     def mark(self, what):
         """A point in time between the calls of `log`: where a layer begins."""
-        self.log.append(Call("mark", what, (), (), (), 0, time.perf_counter(), 0))
+        self.log.append(("mark", what, (), (), (), 0, time.perf_counter(), 0))
 
     def all_reduce(self, x, group, what):
         """Sum x over the group, in place, and return it."""
@@ -557,9 +557,10 @@ class Trace:
                     raise UserError(f"--trace {path}: {e.strerror}") from None
             self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
             self.offset, error = self._compare_clocks()
-            self.event("M", 0, 0, "process_name", args={"name": f"rank {link.rank}"})
+            self.event("M", 0, 0, "process_name", args=f'{{"name": "rank {link.rank}"}}')
             for lane, name in enumerate(self.LANES):
-                self.event("M", lane, 0, "thread_name", args={"name": name, "clock_error": error})
+                args = json.dumps({"name": name, "clock_error": error})
+                self.event("M", lane, 0, "thread_name", args=args)
 
     def _compare_clocks(self):
         """(seconds to add to this rank's clock to have rank 0's, seconds that may be wrong)."""
@@ -571,16 +572,18 @@ class Trace:
         return sorted(found)[10], max(found) - min(found)
 
     def event(self, kind, lane, start, name, **more):
+        """One event of the file; strings and numbers in `more` are written as Python has them."""
         if self.file is not None:
-            self.events.append({"ph": kind, "pid": self.link.rank, "tid": lane, "name": name,
-                                "ts": (start + self.offset) * 1e6, **more})
+            rest = "".join(f', "{key}": {value}' for key, value in more.items())
+            self.events.append(f'{{"ph": "{kind}", "pid": {self.link.rank}, "tid": {lane}, "name": '
+                               f'"{name}", "ts": {(start + self.offset) * 1e6:.3f}{rest}}},\n')
 
-    def span(self, lane, start, end, name, **args):
-        self.event("X", lane, start, name, dur=(end - start) * 1e6, args=args)
+    def span(self, lane, start, end, name, args="{}"):
+        self.event("X", lane, start, name, dur=f"{(end - start) * 1e6:.3f}", args=args)
 
     def request(self, id, start, end):
         for kind, at in ("b", start), ("e", end):
-            self.event(kind, 0, at, f"request {id}", cat="request", id=id)
+            self.event(kind, 0, at, f"request {id}", cat='"request"', id=id)
 
     def step(self, summary, start, end, calls, counters):
         """Keep a step. summary: (number, tokens, prefill, decode, mode, milliseconds)."""
@@ -588,24 +591,25 @@ class Trace:
         if self.file is None:
             return
         number, tokens, _, _, mode, _ = summary
-        self.span(0, start, end, f"{mode} {tokens} tokens", step=number)
-        marks = [call for call in calls if call.op == "mark"]
+        self.span(0, start, end, f"{mode} {tokens} tokens")
+        calls, marks = ([call for call in map(Call._make, calls) if (call.op == "mark") == mark]
+                        for mark in (False, True))
         for mark, after in zip(marks, [call.start for call in marks[1:]] + [end]):
             self.span(1, mark.start, after, mark.what)
         for call in calls:
-            if call.op != "mark":
-                self.span(2, start, call.start, "compute")
-                start = call.start + call.seconds
-                self.span(3, call.start, start, f"{call.what} {call.op}", step=number,
-                          group=call.group, before=call.before, after=call.after, bytes=call.bytes)
+            self.span(2, start, call.start, "compute")
+            start = call.start + call.seconds
+            self.span(3, call.start, start, f"{call.what} {call.op}", (
+                f'{{"step": {number}, "group": {[*call.group]}, "before": {[*call.before]}, '
+                f'"after": {[*call.after]}, "bytes": {call.bytes}}}'))
         self.span(2, start, end, "compute")
         for name, values in counters.items() if self.link.rank == 0 else ():
-            self.event("C", 0, end, name, args=values)
+            self.event("C", 0, end, name, args=json.dumps(values))
         self.left -= 1
         self.flush() if self.left else self.close()
 
     def flush(self):
-        os.write(self.file, "".join(json.dumps(event) + ",\n" for event in self.events).encode())
+        os.write(self.file, "".join(self.events).encode())
         self.events = []
 
     def close(self):
@@ -623,7 +627,8 @@ class Trace:
         for summary, began, calls in self.steps:
             if summary[0] == number:
                 return [{**call._asdict(), "start": round((call.start - began) * 1e6),
-                         "us": round(call.seconds * 1e6)} for call in calls if call.op != "mark"]
+                         "us": round(call.seconds * 1e6)}
+                        for call in map(Call._make, calls) if call.op != "mark"]
 
 
 # --------------------------------------------------------------------------------------------------

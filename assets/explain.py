@@ -5,6 +5,8 @@
 """
 from collections import defaultdict
 
+from shift import Call
+
 # The shapes in the legend's letters (model.py), and what the collective is for
 LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my heads"),
           "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> mine, all heads"),
@@ -17,7 +19,7 @@ def explain(engine, summary, mode, calls):
     """Print one step of rank 0: `summary` as Trace keeps it, and its Calls."""
     number, tokens, prefill, decode, name, milliseconds = summary
     groups = defaultdict(list)
-    for call in calls:
+    for call in map(Call._make, calls):
         if call.op != "mark":
             groups[call.what, call.op].append(call)
     sent = [f"{what} {op} {len(of)} x {sum(call.bytes for call in of) / len(of) / 1024:.1f} KB"
