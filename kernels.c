@@ -112,15 +112,14 @@ int all_reduce(Group *g, float *x, int64_t n) {
   const int64_t most = g->room / 4;
   for (int64_t at = 0; at < n; at += most, x += most, g->piece++) {
     const int64_t m = min64(most, n - at);
-    float *shared = (float *)slot(g, 0);
     memcpy(slot(g, g->rank), x, 4 * m);
     MEET(g);
     if (m * g->size <= 65536) {                  // small: everybody adds everything
       sum_slots(g, 0, m, x);
     } else {                                     // large: everybody adds a share, into slot 0
-      sum_slots(g, m * g->rank / g->size, m * (g->rank + 1) / g->size, shared);
+      sum_slots(g, m * g->rank / g->size, m * (g->rank + 1) / g->size, (float *)slot(g, 0));
       MEET(g);
-      memcpy(x, shared, 4 * m);
+      memcpy(x, slot(g, 0), 4 * m);
     }
   }
   return 0;
@@ -146,21 +145,6 @@ int all_to_all(Group *g, const char *x, const int64_t *send, char *out, const in
       if (r != g->rank && at < receive[r])
         memcpy(out + to + at, slot(g, r) + g->rank * share, min64(share, receive[r] - at));
     }
-  }
-  return 0;
-}
-
-// bytes[r] bytes of every rank r to all, in rank order; all ranks know all sizes. If all but one
-// are 0, this is a broadcast.
-int all_gather(Group *g, const char *x, char *out, const int64_t *bytes) {
-  int64_t most = 0;
-  for (int r = 0; r < g->size; r++) most = bytes[r] > most ? bytes[r] : most;
-  for (int64_t at = 0; at < most; at += g->room, g->piece++) {
-    if (at < bytes[g->rank])
-      memcpy(slot(g, g->rank), x + at, min64(g->room, bytes[g->rank] - at));
-    MEET(g);
-    for (int64_t r = 0, to = 0; r < g->size; to += bytes[r++])
-      if (at < bytes[r]) memcpy(out + to + at, slot(g, r), min64(g->room, bytes[r] - at));
   }
   return 0;
 }
@@ -270,7 +254,7 @@ static void product(const float *x, int64_t x_row, const float *w, int64_t w_row
     }
 }
 
-typedef struct { const float *x, *w; float *y; int64_t blocks, m, n, k; } Product;
+typedef struct { const float *x, *w; float *y; int64_t blocks, m, n, k; float eps; } Product;
 
 static void product_job(const void *arguments, int part, int parts) {      // some columns of y
   const Product *p = arguments;
@@ -286,7 +270,32 @@ static void product_job(const void *arguments, int part, int parts) {      // so
 
 // x (m, k), w (b blocks, k, n) -> y (b, m, n)
 void matmul(const float *x, const float *w, float *y, int64_t b, int64_t m, int64_t n, int64_t k) {
-  parallel(product_job, &(Product){x, w, y, b, m, n, k});
+  parallel(product_job, &(Product){x, w, y, b, m, n, k, 0});
+}
+
+// The next n floats, but at most a vector of them; zeros behind.
+static inline vec load(const float *x, int64_t n) {
+  vec v = {0};
+  memcpy(&v, x, 4 * min64(W, n));
+  return v;
+}
+
+static void rms_norm_job(const void *arguments, int part, int parts) {     // some rows of y
+  const Product *p = arguments;
+  for (int64_t i = p->m * part / parts; i < p->m * (part + 1) / parts; i++) {
+    const float *x = p->x + i * p->n;
+    vec squares = {0};
+    for (int64_t j = 0; j < p->n; j += W) squares += load(x + j, p->n - j) * load(x + j, p->n - j);
+    float sum = 0;
+    for (int lane = 0; lane < W; lane++) sum += squares[lane];
+    const float scale = 1 / __builtin_sqrtf(sum / p->n + p->eps);
+    for (int64_t j = 0; j < p->n; j++) p->y[i * p->n + j] = x[j] * scale * p->w[j];
+  }
+}
+
+// x (m, n), each row scaled to a mean square of 1, times weight (n,) -> y (m, n)
+void rms_norm(const float *x, const float *weight, float *y, int64_t m, int64_t n, float eps) {
+  parallel(rms_norm_job, &(Product){x, weight, y, 1, m, n, 0, eps});
 }
 
 static inline vec exp_of(vec x) {                // to about 1e-7, for |x| < 87; beyond as there
@@ -300,23 +309,18 @@ static inline vec exp_of(vec x) {                // to about 1e-7, for |x| < 87;
 
 static void silu_mul_job(const void *arguments, int part, int parts) {     // some rows of y
   const Product *p = arguments;
-  const int64_t n = p->n;
   for (int64_t i = p->m * part / parts; i < p->m * (part + 1) / parts; i++)
     for (int64_t block = 0; block < p->blocks; block++)
-      for (int64_t j = 0; j < n; j += W) {
-        const float *gate = p->x + (block * p->m + i) * 2 * n + j;
-        const int64_t bytes = 4 * min64(W, n - j);
-        vec g = {0}, up = {0};
-        memcpy(&g, gate, bytes);
-        memcpy(&up, gate + n, bytes);
-        g = g / (1 + exp_of(-g)) * up;
-        memcpy(p->y + (i * p->blocks + block) * n + j, &g, bytes);
+      for (int64_t j = 0, left = p->n; j < p->n; j += W, left -= W) {
+        const float *gate = p->x + (block * p->m + i) * 2 * p->n + j;
+        vec g = load(gate, left), y = g / (1 + exp_of(-g)) * load(gate + p->n, left);
+        memcpy(p->y + (i * p->blocks + block) * p->n + j, &y, 4 * min64(W, left));
       }
 }
 
 // x (blocks, m, [gate n, up n]) -> silu(gate) * up, y (m, blocks * n)
 void silu_mul(const float *x, float *y, int64_t blocks, int64_t m, int64_t n) {
-  parallel(silu_mul_job, &(Product){x, 0, y, blocks, m, n, 0});
+  parallel(silu_mul_job, &(Product){x, 0, y, blocks, m, n, 0, 0});
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -423,9 +427,8 @@ static void attention_job(const void *arguments, int part, int parts) {
 // less than its context, or if there are fewer tokens than queries.
 int attention(const Attention *a) {
   for (int64_t r = 0; r < a->requests; r++) {
-    const int64_t n = a->starts[r + 1] - a->starts[r], context = a->contexts[r];
-    if (a->starts[r + 1] > a->tokens || n < 0) return 0;
-    if (n && (n > context || context > a->pages * a->size)) return 0;
+    const int64_t n = a->starts[r + 1] - a->starts[r], seen = n ? a->contexts[r] : 0;
+    if (n < 0 || n > seen || seen > a->pages * a->size || a->starts[r + 1] > a->tokens) return 0;
   }
   parallel(rotate_job, a);
   parallel(attention_job, a);

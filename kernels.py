@@ -42,6 +42,11 @@ class TorchKernels:
         return x @ w
 
     @staticmethod
+    def rms_norm(x, weight, eps):
+        """x (t, D), weight (D,) -> (t, D)."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    @staticmethod
     def silu_mul(gate_up):
         """(sp, t, 2f), for each block [gate; up] -> silu(gate) * up (t, sp*f)."""
         gate, up = gate_up.chunk(2, -1)
@@ -160,6 +165,11 @@ class NativeKernels(TorchKernels):
         self.c.matmul(x.data_ptr(), w.data_ptr(), y.data_ptr(), *blocks or (1,), x.shape[0], n, k)
         return y
 
+    def rms_norm(self, x, weight, eps):
+        y = torch.empty_like(x)
+        self.c.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), *x.shape, eps)
+        return y
+
     def silu_mul(self, gate_up):
         sp, t, columns = gate_up.shape
         y = gate_up.new_empty(t, sp * columns // 2)
@@ -202,7 +212,7 @@ class SharedMemory:
     def __init__(self, ranks, index, exchange, spins, patience):
         """exchange(value) -> the values of all ranks of the link, in order: all make a group now,
         and the first rank of each tells the others where its memory is."""
-        self.c, self.ranks = native(), ranks
+        self.c, self.ranks, self.index = native(), ranks, index
         size = self.c.group_bytes(len(ranks), self.ROOM)
         own = os.memfd_create("nanoshift") if index == 0 else None
         if own is not None:
@@ -234,8 +244,12 @@ class SharedMemory:
                                     next(scaled)))
 
     def all_gather(self, out, x, sizes):
-        """x of sizes[index] bytes from every rank, one after the other into out."""
-        self._met(self.c.all_gather(self.group, x.data_ptr(), out.data_ptr(), self.sizes(*sizes)))
+        """x of sizes[index] bytes from every rank, one after the other into out: an all_to_all of
+        as many copies as there are ranks."""
+        own = sizes[self.index]
+        copies = x.flatten().view(torch.uint8)[:own].repeat(len(sizes))
+        self._met(self.c.all_to_all(self.group, copies.data_ptr(), self.sizes(*[own] * len(sizes)),
+                                    out.data_ptr(), self.sizes(*sizes)))
 
     def broadcast(self, x):
         """The first rank's x to all."""
@@ -259,7 +273,7 @@ def native():
     if sys.platform != "linux":
         raise RuntimeError("the C kernels are for Linux")
     source = Path(__file__).with_name("kernels.c")
-    flags = ["-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-pthread"]
+    flags = "-O3 -march=native -std=gnu11 -shared -fPIC -pthread -fno-math-errno".split()
     cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     cpu = [line for line in cpu.split("\n") if line.split(":")[0].strip() in ("flags", "Features")]
     mark = hashlib.blake2b(repr((source.read_bytes(), flags, cpu, platform.machine())).encode(),
@@ -291,9 +305,9 @@ def native():
                                      ctypes.c_double]),
             ("all_reduce", ctypes.c_int, [pointer, pointer, whole]),
             ("all_to_all", ctypes.c_int, [pointer] * 5),
-            ("all_gather", ctypes.c_int, [pointer] * 4),
             ("set_threads", None, [ctypes.c_int]),
             ("matmul", None, [pointer] * 3 + [whole] * 4),
+            ("rms_norm", None, [pointer] * 3 + [whole] * 2 + [ctypes.c_float]),
             ("silu_mul", None, [pointer] * 2 + [whole] * 3),
             ("attention", ctypes.c_int, [ctypes.POINTER(Attention)])):
         function = getattr(c, name)

@@ -360,14 +360,14 @@ class Llama:
     def run_layers(self, x, first, last, mode, batch):
         """Layers first ... last-1 on x (t, D), this rank's slice of the tokens, in place."""
         c, ops, link, sp = self.config, self.kernels, self.link, mode.sp
-        h, k, Dh, D = self.layout.h, self.layout.k, c.head_dim, c.dim
+        h, k, Dh = self.layout.h, self.layout.k, c.head_dim
         C, T, t = (h + 2 * k) * Dh, len(batch.token_ids), x.shape[0]
         slices = token_slices(T, sp)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]             # (T, 1, Dh)
         for i in range(first, last):
             w, kv = self.weights[mode.name][i], self.kv[i]
             link.mark(f"layer {i}")
-            y = F.rms_norm(x, (D,), w.attention_norm, c.norm_eps)
+            y = ops.rms_norm(x, w.attention_norm, c.norm_eps)
             qkv = ops.matmul(y, w.qkv)                  # (t, D) @ (sp, D, C) -> (sp, t, C)
             if w.qkv_bias is not None:
                 qkv += w.qkv_bias[:, None]
@@ -387,7 +387,7 @@ class Llama:
             if mode.tp > 1:
                 o = link.all_reduce(o, mode.tp_group, "o")
             x += o
-            y = F.rms_norm(x, (D,), w.mlp_norm, c.norm_eps)
+            y = ops.rms_norm(x, w.mlp_norm, c.norm_eps)
             y = ops.silu_mul(ops.matmul(y, w.gate_up))  # (t, D) @ (sp, D, 2f) -> (t, sp*f)
             y = ops.matmul(y, w.down.flatten(0, 1))     # (t, sp*f) @ (sp*f, D) -> (t, D)
             if mode.tp > 1:

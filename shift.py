@@ -252,7 +252,7 @@ class Link:
     seconds are those of the launch; the work is asynchronous. `log` has the last calls, each with
     the fields of Call (as a plain tuple: all are written, few are read).
     """
-    HEADER, PACKET = 8, 16384          # bytes: a message's length; what one broadcast carries
+    HEADER, PACKET = 8, 4096          # bytes: a message's length; what one broadcast carries
 
     def __init__(self, backend="gloo", ranks=None, device="cpu", emulate=None):
         self.world_ranks = list(range(dist.get_world_size()) if ranks is None else ranks)

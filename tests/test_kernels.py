@@ -216,9 +216,12 @@ def test_products(rows):
 
 
 @pytest.mark.parametrize("rows, width", [(0, 8), (1, 1), (3, 20), (5, 64), (40, 100)])
-def test_silu_mul(rows, width):
-    """silu_mul, written out; also where exp overflows."""
+def test_what_stands_between_the_products(rows, width):
+    """rms_norm and silu_mul, written out; also where exp overflows."""
     draw = torch.Generator().manual_seed(width)
+    x, weight = torch.randn(rows, width, generator=draw), torch.randn(width, generator=draw)
+    want = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), want, rtol=1e-5, atol=1e-6)
     for sp in (1, 3):
         x = torch.randn(sp, rows, 2 * width, generator=draw) * 40
         gate, up = x[..., :width], x[..., width:]
