@@ -97,7 +97,8 @@ def make_calls(kind, args, run):
     run(system's name, calls) serves them."""
     def capacity(calls):
         static = [name for name in args.systems if "shift" not in name and name != "dp"] or ["tp"]
-        return max(run(name, calls[:64])[0]["tok/s"] for name in static)
+        calls = [call._replace(at=0.0) for call in calls[:64]]
+        return max(run(name, calls)[0]["tok/s"] for name in static)
     if kind == "trace":
         calls = read_trace(args.trace, args.minutes, args.scale or 1)[:args.requests]
         if args.load:

@@ -481,20 +481,24 @@ class Engine:
 
     @torch.inference_mode()
     def _time_step(self, name, tokens):
-        """Seconds of two layers (all are alike) for prompts of up to TIMED tokens."""
+        """Seconds of a forward pass over prompts of up to TIMED tokens. Of the layers, all alike, two
+        are run; the logits too, since a mode's collectives for them count with few tokens."""
         length = min(self.TIMED, tokens, self.max_model_len)
         blocks = [*range(self.scheduler.blocks.pages(length))]           # all prompts write to them
         prompts = [[0] * min(length, tokens - first) for first in range(0, tokens, length)]
         batch, _ = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
                                 for prompt in prompts])
         mode = self.base if name == "base" else self.shift
-        x = self.model.embed(batch, mode)
+        x, times, run = self.model.embed(batch, mode), [], min(2, self.config.layers)
         self.link.barrier()
-        start = time.perf_counter()
-        self.model.run_layers(x, 0, min(2, self.config.layers), mode, batch)
-        if self.link.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+        for work in (lambda: None, lambda: self.model.run_layers(x, 0, run, mode, batch),
+                     lambda: self.model.logits(x, batch.rows, mode, tokens)):
+            work()
+            if self.link.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+        start, layers, logits = times
+        return (layers - start) * self.config.layers / run + logits - layers
 
     def _same_everywhere(self, **values):
         """Ranks that were started differently would wait for each other for ever: say so."""
