@@ -504,8 +504,7 @@ def run_compare(args, world, say):
         longest = max(call.prompt + call.output for call in calls)
         args.scale = min(1, (engines["tp"][0].max_model_len - 2) / longest)
 
-    def run(system, calls, window=None):
-        return drive(*engines[system], calls, window, world, args)
+    run = lambda system, calls, window=None: drive(*engines[system], calls, window, world, args)
     data = report.label(args, world.size, emulate, engines["shift"][0].switch, tries={}, calls={})
     for kind in args.workload:
         for name, calls, window in make_calls(kind, args, run):
