@@ -32,6 +32,7 @@ import time
 from collections import defaultdict, deque, namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from multiprocessing import connection, get_context
 from pathlib import Path
 
@@ -578,8 +579,16 @@ class Trace:
             self.events.append(f'{{"ph": "{kind}", "pid": {self.link.rank}, "tid": {lane}, "name": '
                                f'"{name}", "ts": {(start + self.offset) * 1e6:.3f}{rest}}},\n')
 
-    def span(self, lane, start, end, name, args="{}"):
-        self.event("X", lane, start, name, dur=f"{(end - start) * 1e6:.3f}", args=args)
+    def span(self, lane, start, end, name, args=""):
+        at, duration = (start + self.offset) * 1e6, (end - start) * 1e6
+        self.events.append(f'{{"ph": "X", "pid": {self.link.rank}, "tid": {lane}, "name": "{name}", '
+                           f'"ts": {at:.3f}, "dur": {duration:.3f}, "args": {{{args}}}}},\n')
+
+    @staticmethod
+    @lru_cache(4096)                                     # the steps of a decode are alike
+    def _describe(group, before, after, nbytes):
+        return (f'"group": {[*group]}, "before": {[*before]}, "after": {[*after]}, '
+                f'"bytes": {nbytes}')
 
     def request(self, id, start, end):
         for kind, at in ("b", start), ("e", end):
@@ -599,9 +608,8 @@ class Trace:
         for call in calls:
             self.span(2, start, call.start, "compute")
             start = call.start + call.seconds
-            self.span(3, call.start, start, f"{call.what} {call.op}", (
-                f'{{"step": {number}, "group": {[*call.group]}, "before": {[*call.before]}, '
-                f'"after": {[*call.after]}, "bytes": {call.bytes}}}'))
+            self.span(3, call.start, start, f"{call.what} {call.op}",
+                      f'"step": {number}, {self._describe(*call[2:6])}')
         self.span(2, start, end, "compute")
         for name, values in counters.items() if self.link.rank == 0 else ():
             self.event("C", 0, end, name, args=json.dumps(values))
