@@ -581,8 +581,9 @@ class Trace:
 
     def span(self, lane, start, end, name, args=""):
         at, duration = (start + self.offset) * 1e6, (end - start) * 1e6
-        self.events.append(f'{{"ph": "X", "pid": {self.link.rank}, "tid": {lane}, "name": "{name}", '
-                           f'"ts": {at:.3f}, "dur": {duration:.3f}, "args": {{{args}}}}},\n')
+        self.events.append(f'{{"ph": "X", "pid": {self.link.rank}, "tid": {lane}, '
+                           f'"name": "{name}", "ts": {at:.3f}, "dur": {duration:.3f}, '
+                           f'"args": {{{args}}}}},\n')
 
     @staticmethod
     @lru_cache(4096)                                     # the steps of a decode are alike
