@@ -31,7 +31,7 @@ def explain(engine, summary, mode, calls):
           flush=True)
     for (what, op), (first, *others) in groups.items() if engine.options.explain > 1 else ():
         letters, purpose = LEGEND[what]
-        print(f"  {what:9} {op:10} {letters:26} {first.before} -> {first.after}, among "
-              f"{len(first.group)} ranks, {first.bytes / 1024:.1f} KB sent, "
+        print(f"  {what:9} {op:10} {letters:26} {tuple(first.before)} -> {tuple(first.after)}, "
+              f"among {len(first.group)} ranks, {first.bytes / 1024:.1f} KB sent, "
               f"{first.seconds * 1e6:.0f} us: {purpose}; {len(others)} more like it: "
               f"{sum(call.seconds for call in others) * 1e6:.0f} us", flush=True)
