@@ -2,8 +2,8 @@
 //
 //   1. collectives between the processes of one Linux host, through shared memory and a futex
 //   2. threads: the cores of one rank, for 3 and 4
-//   3. matrix products, at the speed of the memory or of the arithmetic units, and small things
-//   4. the paged KV cache: write and attention, pages read in place
+//   3. matrix products, at the speed of memory or of the arithmetic units; norms and SiLU
+//   4. the paged KV cache: rotation, write and attention, pages read in place
 //
 // It knows no models and no requests. Every function has a twin that defines it, in torch
 // (kernels.py) or in gloo (shift.py), and tests hold the two together. Sizes are in elements unless

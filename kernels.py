@@ -1,10 +1,11 @@
 """kernels.py: the paged KV cache and the products with the weights, on one rank.
 
-What it does: `write_kv` puts the keys and values of this step's tokens into their slots,
-`paged_attention` lets this step's queries attend over a request's pages, wherever in the pool they
-lie, `linear` and `matmul` multiply by weights. `TorchKernels` says what these mean, in plain torch;
-`NativeKernels` does the same in C (kernels.c) for CPUs, and tests hold it to the former. The same C
-library carries collectives through shared memory: `SharedMemory`, which shift.py calls.
+What it does: `attention` rotates queries and keys, puts the keys and values of this step's tokens
+into their slots, and lets its queries attend over a request's pages, wherever in the pool they lie;
+`matmul`, `rms_norm` and `silu_mul` are the rest of a layer. `TorchKernels` says what these mean, in
+plain torch; `NativeKernels` does the same in C (kernels.c) for CPUs, and tests hold it to the
+former. The same C library carries collectives through shared memory: `SharedMemory`, which shift.py
+calls.
 
 What it does not know: layers, models, requests. A caller under sequence parallelism and one under
 tensor parallelism pass the same tensors: all T tokens of the step, this rank's heads only.
@@ -166,6 +167,7 @@ class NativeKernels(TorchKernels):
         return y
 
     def rms_norm(self, x, weight, eps):
+        x = x.contiguous()
         y = torch.empty_like(x)
         self.c.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), *x.shape, eps)
         return y
@@ -183,9 +185,10 @@ class NativeKernels(TorchKernels):
         heads -= 2 * k
         fits = (kv.dtype == qkv.dtype == torch.float32 and dim == kv.shape[-1] <= self.MAX_DIM
                 and heads % k == 0 and heads <= self.ROWS * k)
-        q, out = qkv.new_empty(tokens, heads, dim), qkv.new_zeros(tokens, heads, dim)
-        pointers = (x.data_ptr() for x in (qkv.contiguous(), cos, sin, q, kv, out, slot_mapping,
-                                           block_tables, query_starts, context_lens))
+        qkv, q = qkv.contiguous(), qkv.new_empty(tokens, heads, dim)
+        out = qkv.new_zeros(tokens, heads, dim)
+        pointers = (x.data_ptr() for x in (qkv, cos, sin, q, kv, out, slot_mapping, block_tables,
+                                           query_starts, context_lens))
         if fits and self.c.attention(Attention(*pointers, tokens, *block_tables.shape, heads, k,
                                                blocks, size, dim, scale)):
             return out

@@ -2,7 +2,8 @@
 
 What it does: `Layout` says which heads, weight rows and tokens each rank owns; `Mode` is one of the
 two ways to run a step over that layout; `Link` carries every collective, by name, and counts it;
-`Switch` picks the mode for a step. Nothing is hidden in hooks or global state.
+`Switch` picks the mode for a step; `Trace` remembers what the last steps did. Nothing is hidden in
+hooks or global state.
 
 What it does not know: Llama, requests, HTTP.
 
