@@ -999,7 +999,7 @@ class Api:
                 self.engine.cancel(output)
             line = event.finish and self.metrics.finished(output, event.finish)
             if line and not self.flags.quiet:
-                print(line, flush=True)
+                print(line + "\n", end="", flush=True)       # in one write: threads share stdout
 
     def _usage(self, outputs, n):
         prompts = sum(len(output.prompt) for output in outputs[::n])         # each only once

@@ -25,13 +25,15 @@ def explain(engine, summary, mode, calls):
     sent = [f"{what} {op} {len(of)} x {sum(call.bytes for call in of) / len(of) / 1024:.1f} KB"
             for (what, op), of in groups.items()]
     emulated = ", emulated link" * bool(engine.link.emulate)
-    print(f"step {number:4} | {tokens:4} tokens: {prefill} prefill, {decode} decode | "
-          f"{name:5} sp {mode.sp} x tp {mode.tp}, {engine.switch.reason(tokens)} | "
-          f"{milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}",
-          flush=True)
+    lines = [f"step {number:4} | {tokens:4} tokens: {prefill} prefill, {decode} decode | "
+             f"{name:5} sp {mode.sp} x tp {mode.tp}, {engine.switch.reason(tokens)} | "
+             f"{milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}"]
     for (what, op), (first, *others) in groups.items() if engine.options.explain > 1 else ():
         letters, purpose = LEGEND[what]
-        print(f"  {what:9} {op:10} {letters:26} {tuple(first.before)} -> {tuple(first.after)}, "
-              f"among {len(first.group)} ranks, {first.bytes / 1024:.1f} KB sent, "
-              f"{first.seconds * 1e6:.0f} us: {purpose}; {len(others)} more like it: "
-              f"{sum(call.seconds for call in others) * 1e6:.0f} us", flush=True)
+        lines.append(f"  {what:9} {op:10} {letters:26} {tuple(first.before)} -> "
+                     f"{tuple(first.after)}, among {len(first.group)} ranks, "
+                     f"{first.bytes / 1024:.1f} KB sent, {first.seconds * 1e6:.0f} us: {purpose}; "
+                     f"{len(others)} more like it: "
+                     f"{sum(call.seconds for call in others) * 1e6:.0f} us")
+    # in one write, line ends included: another thread prints too
+    print("".join(line + "\n" for line in lines), end="", flush=True)
