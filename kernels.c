@@ -350,13 +350,13 @@ static void rotate_job(const void *arguments, int part, int parts) {
       const float *x = a->qkv + (t * all + head) * dim, *cos = a->cos + t * dim;
       const float *sin = a->sin + t * dim;
       const int64_t key = head - a->heads, slot = a->slots[t], offset = slot % size;
+      const int value = key >= a->kv_heads;
       float y[MAX_DIM], *to = key < 0 ? a->q + (t * a->heads + head) * dim : y;
-      for (int64_t d = 0; d < half; d++) {
+      for (int64_t d = 0; d < half && !value; d++) {
         to[d] = x[d] * cos[d] + x[d + half] * sin[d];
         to[d + half] = x[d + half] * cos[d + half] + x[d] * sin[d + half];
       }
       if (key < 0 || slot < 0) continue;         // slot < 0: padding
-      const int value = key >= a->kv_heads;
       float *page = page_of(a, slot / size, key % a->kv_heads, value);
       if (value) memcpy(page + offset * dim, x, 4 * dim);
       else for (int64_t d = 0; d < dim; d++) page[d * size + offset] = y[d];

@@ -405,7 +405,7 @@ class Llama:
         starts = [T * s // mode.sp for s in range(mode.sp + 1)]
         owned = [[row - first for row in rows if first <= row < end]
                  for first, end in zip(starts, starts[1:])]     # the rows of each slice
-        y = F.rms_norm(x[owned[mode.s]], (self.config.dim,), self.norm, self.config.norm_eps)
+        y = self.kernels.rms_norm(x[owned[mode.s]], self.norm, self.config.norm_eps)
         if mode.sp > 1:                                 # a copy for each destination -> (n, D)
             y = self.link.all_to_all(y.repeat(mode.sp, 1), [len(y)] * mode.sp,
                                      [len(o) for o in owned], mode.sp_group, "logits")

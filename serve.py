@@ -489,16 +489,18 @@ class Engine:
         batch, _ = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
                                 for prompt in prompts])
         mode = self.base if name == "base" else self.shift
-        x, times, run = self.model.embed(batch, mode), [], min(2, self.config.layers)
-        self.link.barrier()
-        for work in (lambda: None, lambda: self.model.run_layers(x, 0, run, mode, batch),
-                     lambda: self.model.logits(x, batch.rows, mode, tokens)):
-            work()
+        x, run = self.model.embed(batch, mode), min(2, self.config.layers)
+
+        def now():
             if self.link.device.type == "cuda":
                 torch.cuda.synchronize()
-            times.append(time.perf_counter())
-        start, layers, logits = times
-        return (layers - start) * self.config.layers / run + logits - layers
+            return time.perf_counter()
+        self.link.barrier()
+        start = now()
+        self.model.run_layers(x, 0, run, mode, batch)
+        middle = now()
+        self.model.logits(x, batch.rows, mode, tokens)
+        return (middle - start) * self.config.layers / run + now() - middle
 
     def _same_everywhere(self, **values):
         """Ranks that were started differently would wait for each other for ever: say so."""
@@ -1023,7 +1025,7 @@ class Flags(Options):
     nproc: int = option(None, "start this many ranks on this host (without torchrun)", least=1)
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "0: any free one", least=0, most=65535)
-    api_key: list = option(None, "ask for this key on every route but /health; repeatable")
+    api_key: list = option(None, "ask for this key on all routes but /health and /; repeatable")
     max_waiting: int = option(1024, "requests that may wait for a seat; more get a 503", least=0)
     grace: float = option(20, "seconds to finish running requests on SIGTERM", least=0, most=25)
     step_timeout: float = option(60, "seconds until a collective is stuck, not slow", least=1)

@@ -284,8 +284,9 @@ class Link:
             self._groups[ranks] = Group(ranks, index, carrier)
         return self._groups[ranks]
 
-    def _call(self, op, what, group, x, out, nbytes, function, *args):
-        """Every collective goes through here: to be timed, counted, and known to who traces."""
+    def _call(self, op, what, nbytes, function, *args, group=None, before=None, after=None):
+        """Every collective goes through here: to be timed, counted, and, if a group is given, known
+        to who traces, with the tensors before and after."""
         start = time.perf_counter()
         try:
             result = function(*args)
@@ -303,7 +304,8 @@ class Link:
         count.bytes += nbytes
         count.seconds += seconds
         if group:
-            self.log.append((op, what, group.ranks, x.shape, out.shape, nbytes, start, seconds))
+            self.log.append((op, what, group.ranks, before.shape, after.shape, nbytes, start,
+                             seconds))
         return result
 
     def mark(self, what):
@@ -313,7 +315,8 @@ class Link:
     def all_reduce(self, x, group, what):
         """Sum x over the group, in place, and return it."""
         nbytes = 2 * (group.size - 1) * x.nbytes // group.size
-        self._call("all_reduce", what, group, x, x, nbytes, group.carrier.all_reduce, x)
+        self._call("all_reduce", what, nbytes, group.carrier.all_reduce, x, group=group, before=x,
+                   after=x)
         return x
 
     def all_to_all(self, x, send, receive, group, what):
@@ -325,8 +328,8 @@ class Link:
         assert x.is_contiguous() and x.shape[0] == sum(send), f"{tuple(x.shape)} is not {send} rows"
         out = x.new_empty(sum(receive), *x.shape[1:])
         nbytes = x.nbytes - x[:send[group.index]].nbytes
-        self._call("all_to_all", what, group, x, out, nbytes, group.carrier.all_to_all, out, x,
-                   list(receive), list(send))
+        self._call("all_to_all", what, nbytes, group.carrier.all_to_all, out, x, list(receive),
+                   list(send), group=group, before=x, after=out)
         return out
 
     def broadcast(self, message=None):
@@ -347,17 +350,17 @@ class Link:
 
     def _broadcast(self, buffer):
         sent = len(buffer) * (self.rank == 0 and self.size > 1)
-        self._call("broadcast", "control", None, None, None, sent, self._control.broadcast,
+        self._call("broadcast", "control", sent, self._control.broadcast,
                    torch.frombuffer(buffer, dtype=torch.uint8))
 
     def gather(self, value):
-        """Every rank's value (any Python object), in rank order, on every rank. For start-up."""
-        return self._call("all_gather", "control", None, None, None, 0, self._gloo.gather, value)
+        """Every rank's value (any Python object), in rank order, on every rank. Slow: not for a
+        step."""
+        return self._call("all_gather", "control", 0, self._gloo.gather, value)
 
     def barrier(self):
         """Returns when every rank has come here: a real exchange, so it proves that all live."""
-        self._call("all_reduce", "control", None, None, None, 0, self._control.all_reduce,
-                   torch.zeros(1))
+        self._call("all_reduce", "control", 0, self._control.all_reduce, torch.zeros(1))
 
     @contextmanager
     def together(self):
@@ -538,6 +541,11 @@ class Switch:
 # What happened
 
 
+def collectives_of(calls):
+    """The Calls among what `Link.log` had of a step: all but the marks."""
+    return [Call(*call) for call in calls if call[0] != "mark"]
+
+
 class Trace:
     """The last steps of one rank, and, with a path, a file of the first `most` steps of all ranks.
 
@@ -603,11 +611,10 @@ class Trace:
             return
         number, tokens, _, _, mode, _ = summary
         self.span(0, start, end, f"{mode} {tokens} tokens")
-        calls, marks = ([call for call in map(Call._make, calls) if (call.op == "mark") == mark]
-                        for mark in (False, True))
+        marks = [Call(*call) for call in calls if call[0] == "mark"]
         for mark, after in zip(marks, [call.start for call in marks[1:]] + [end]):
             self.span(1, mark.start, after, mark.what)
-        for call in calls:
+        for call in collectives_of(calls):
             self.span(2, start, call.start, "compute")
             start = call.start + call.seconds
             self.span(3, call.start, start, f"{call.what} {call.op}",
@@ -637,8 +644,7 @@ class Trace:
         for summary, began, calls in self.steps:
             if summary[0] == number:
                 return [{**call._asdict(), "start": round((call.start - began) * 1e6),
-                         "us": round(call.seconds * 1e6)}
-                        for call in map(Call._make, calls) if call.op != "mark"]
+                         "us": round(call.seconds * 1e6)} for call in collectives_of(calls)]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 """
 from collections import defaultdict
 
-from shift import Call
+from shift import collectives_of
 
 # The shapes in the legend's letters (model.py), and what the collective is for
 LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my heads"),
@@ -16,12 +16,11 @@ LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my
 
 
 def explain(engine, summary, mode, calls):
-    """Print one step of rank 0: `summary` as Trace keeps it, and its Calls."""
+    """Print one step of rank 0: `summary` and `calls` as Trace keeps them."""
     number, tokens, prefill, decode, name, milliseconds = summary
     groups = defaultdict(list)
-    for call in map(Call._make, calls):
-        if call.op != "mark":
-            groups[call.what, call.op].append(call)
+    for call in collectives_of(calls):
+        groups[call.what, call.op].append(call)
     sent = [f"{what} {op} {len(of)} x {sum(call.bytes for call in of) / len(of) / 1024:.1f} KB"
             for (what, op), of in groups.items()]
     emulated = ", emulated link" * bool(engine.link.emulate)
