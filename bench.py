@@ -427,9 +427,9 @@ def drive(engine, me, engines, calls, window, world, args):
     # The same prompts as in the last run: nothing of it may be in the prefix cache.
     engine.scheduler.blocks = BlockManager(engine.num_blocks, engine.options.block_size)
 
-    def on_step(summary, began, end, calls, counters):       # instead of the trace
-        steps.append(Step(began - start, end - began, summary[1], summary[4],
-                          1 - counters["KV blocks"]["used"] / engine.num_blocks))
+    def on_step(step):                                       # instead of the trace
+        steps.append(Step(step.start - start, step.end - step.start, step.tokens, step.mode,
+                          engine.scheduler.blocks.available / engine.num_blocks))
 
     def on_events(events):
         for event in events:
@@ -447,12 +447,12 @@ def drive(engine, me, engines, calls, window, world, args):
                 dealer.taken[me] -= 1
         engine.close()
     prompts = [prompt_of(call, i, engine.config.vocab, args.scale) for i, call in enumerate(calls)]
-    engine.trace.step, engine.on_events = on_step, on_events
+    engine.trace.append, engine.on_events = on_step, on_events
     start = max(world.gather(time.perf_counter()))
     if engine.rank == 0:
         threading.Thread(target=feed, daemon=True).start()
     engine.run()
-    del engine.trace.step
+    del engine.trace.append
     engine.closing = False
     served = [Served(came[i], first[i], last[i], *calls[i][1:3]) for i in last]
     both = zip(*world.gather((served, steps if engine.rank == 0 else [])))

@@ -33,7 +33,6 @@ import time
 from collections import defaultdict, deque, namedtuple
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from multiprocessing import connection, get_context
 from pathlib import Path
 
@@ -541,110 +540,33 @@ class Switch:
 # What happened
 
 
-def collectives_of(calls):
-    """The Calls among what `Link.log` had of a step: all but the marks."""
-    return [Call(*call) for call in calls if call[0] != "mark"]
+class Step(namedtuple("Step", "number tokens prefill decode mode start end calls")):
+    """One step of this rank: start and end in seconds, calls as `Link.log` had them."""
+    __slots__ = ()
+
+    @property
+    def collectives(self):
+        """Its Calls, without the marks between them."""
+        return [Call(*call) for call in self.calls if call[0] != "mark"]
+
+    @property
+    def milliseconds(self):
+        return (self.end - self.start) * 1e3
 
 
-class Trace:
-    """The last steps of one rank, and, with a path, a file of the first `most` steps of all ranks.
+class Trace(deque):
+    """The recorder: the last steps of this rank, for all that shows them: `--explain`, the page,
+    and the file that `--trace` writes (assets/trace_file.py)."""
 
-    The file is in Chrome's trace-event format (ui.perfetto.dev opens it): a process for each rank,
-    with lanes for steps, layers, compute and collectives. All ranks append to it, a whole step in
-    one write: if the server is killed, only the "]" at the end is missing. Their clocks are
-    compared at the start; the times in the file are rank 0's.
-    """
-    LANES = "steps", "layers", "compute", "collectives"
-
-    def __init__(self, link, path=None, most=10_000, keep=256):
-        self.link, self.left, self.file, self.events = link, most, None, []
-        self.steps = deque(maxlen=keep)                  # (summary, start, calls) of each
-        if path:
-            with link.together():
-                try:
-                    Path(path).write_text("[\n") if link.rank == 0 else None
-                except OSError as e:
-                    raise UserError(f"--trace {path}: {e.strerror}") from None
-            self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
-            self.offset, error = self._compare_clocks()
-            self.event("M", 0, 0, "process_name", args=f'{{"name": "rank {link.rank}"}}')
-            for lane, name in enumerate(self.LANES):
-                args = json.dumps({"name": name, "clock_error": error})
-                self.event("M", lane, 0, "thread_name", args=args)
-
-    def _compare_clocks(self):
-        """(seconds to add to this rank's clock to have rank 0's, seconds that may be wrong)."""
-        found = []
-        for _ in range(21):
-            self.link.barrier()
-            times = self.link.gather(time.perf_counter())
-            found.append(times[0] - times[self.link.rank])
-        return sorted(found)[10], max(found) - min(found)
-
-    def event(self, kind, lane, start, name, **more):
-        """One event of the file; strings and numbers in `more` are written as Python has them."""
-        if self.file is not None:
-            rest = "".join(f', "{key}": {value}' for key, value in more.items())
-            self.events.append(f'{{"ph": "{kind}", "pid": {self.link.rank}, "tid": {lane}, "name": '
-                               f'"{name}", "ts": {(start + self.offset) * 1e6:.3f}{rest}}},\n')
-
-    def span(self, lane, start, end, name, args=""):
-        at, duration = (start + self.offset) * 1e6, (end - start) * 1e6
-        self.events.append(f'{{"ph": "X", "pid": {self.link.rank}, "tid": {lane}, '
-                           f'"name": "{name}", "ts": {at:.3f}, "dur": {duration:.3f}, '
-                           f'"args": {{{args}}}}},\n')
-
-    @staticmethod
-    @lru_cache(4096)                                     # the steps of a decode are alike
-    def _describe(group, before, after, nbytes):
-        return (f'"group": {[*group]}, "before": {[*before]}, "after": {[*after]}, '
-                f'"bytes": {nbytes}')
-
-    def request(self, id, start, end):
-        for kind, at in ("b", start), ("e", end):
-            self.event(kind, 0, at, f"request {id}", cat='"request"', id=id)
-
-    def step(self, summary, start, end, calls, counters):
-        """Keep a step. summary: (number, tokens, prefill, decode, mode, milliseconds)."""
-        self.steps.append((summary, start, calls))
-        if self.file is None:
-            return
-        number, tokens, _, _, mode, _ = summary
-        self.span(0, start, end, f"{mode} {tokens} tokens")
-        marks = [Call(*call) for call in calls if call[0] == "mark"]
-        for mark, after in zip(marks, [call.start for call in marks[1:]] + [end]):
-            self.span(1, mark.start, after, mark.what)
-        for call in collectives_of(calls):
-            self.span(2, start, call.start, "compute")
-            start = call.start + call.seconds
-            self.span(3, call.start, start, f"{call.what} {call.op}",
-                      f'"step": {number}, {self._describe(*call[2:6])}')
-        self.span(2, start, end, "compute")
-        for name, values in counters.items() if self.link.rank == 0 else ():
-            self.event("C", 0, end, name, args=json.dumps(values))
-        self.left -= 1
-        self.flush() if self.left else self.close()
-
-    def flush(self):
-        os.write(self.file, "".join(self.events).encode())
-        self.events = []
-
-    def close(self):
-        """All ranks together: the end of the file."""
-        if self.file is not None:
-            self.flush()
-            self.link.barrier()
-            if self.link.rank == 0:
-                os.write(self.file, b'{"ph": "M", "pid": 0, "name": "end"}]\n')
-            os.close(self.file)
-            self.file = None
+    def __init__(self, keep=256):
+        super().__init__(maxlen=keep)
 
     def collectives(self, number):
-        """A step's calls, for JSON; None if it is no longer kept."""
-        for summary, began, calls in self.steps:
-            if summary[0] == number:
-                return [{**call._asdict(), "start": round((call.start - began) * 1e6),
-                         "us": round(call.seconds * 1e6)} for call in collectives_of(calls)]
+        """The Calls of a step, for JSON; None if it is no longer kept."""
+        for step in self:
+            if step.number == number:
+                return [{**call._asdict(), "start": round((call.start - step.start) * 1e6),
+                         "us": round(call.seconds * 1e6)} for call in step.collectives]
 
 
 # --------------------------------------------------------------------------------------------------

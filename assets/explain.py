@@ -5,8 +5,6 @@
 """
 from collections import defaultdict
 
-from shift import collectives_of
-
 # The shapes in the legend's letters (model.py), and what the collective is for
 LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my heads"),
           "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> mine, all heads"),
@@ -15,18 +13,17 @@ LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my
           "logits": ("", "rows to all ranks, their slices of the vocabulary to rank 0")}
 
 
-def explain(engine, summary, mode, calls):
-    """Print one step of rank 0: `summary` and `calls` as Trace keeps them."""
-    number, tokens, prefill, decode, name, milliseconds = summary
+def explain(engine, step, mode):
+    """Print one Step of rank 0."""
     groups = defaultdict(list)
-    for call in collectives_of(calls):
+    for call in step.collectives:
         groups[call.what, call.op].append(call)
     sent = [f"{what} {op} {len(of)} x {sum(call.bytes for call in of) / len(of) / 1024:.1f} KB"
             for (what, op), of in groups.items()]
     emulated = ", emulated link" * bool(engine.link.emulate)
-    lines = [f"step {number:4} | {tokens:4} tokens: {prefill} prefill, {decode} decode | "
-             f"{name:5} sp {mode.sp} x tp {mode.tp}, {engine.switch.reason(tokens)} | "
-             f"{milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}"]
+    lines = [f"step {step.number:4} | {step.tokens:4} tokens: {step.prefill} prefill, {step.decode} "
+             f"decode | {step.mode:5} sp {mode.sp} x tp {mode.tp}, "
+             f"{engine.switch.reason(step.tokens)} | {step.milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}"]
     for (what, op), (first, *others) in groups.items() if engine.options.explain > 1 else ():
         letters, purpose = LEGEND[what]
         lines.append(f"  {what:9} {op:10} {letters:26} {tuple(first.before)} -> "

@@ -54,10 +54,10 @@ async def watch(api):
     yield pack({"hello": hello(api)})
     seen, last = 0, None
     while not api.engine.refusal:
-        new = [summary for summary, *_ in [*api.engine.trace.steps] if summary[0] > seen]
-        seen, now = new[-1][0] if new else seen, state(api.engine)
+        new = [step for step in [*api.engine.trace] if step.number > seen]
+        seen, now = new[-1].number if new else seen, state(api.engine)
         if new or now != last:
-            yield pack({"steps": [(*step[:-1], round(step[-1], 2)) for step in new], **now})
+            yield pack({"steps": [(*step[:5], round(step.milliseconds, 2)) for step in new], **now})
         last = now
         await asyncio.sleep(0.1)
 

@@ -9,7 +9,8 @@ from common import load, save, world
 
 from model import SamplingParams
 from serve import Engine
-from shift import Trace, connect
+from assets.trace_file import LANES
+from shift import connect
 
 MODEL = "random:dim=64,layers=3,heads=8,kv_heads=4,ffn=64,vocab=97,max_len=64"
 SMALL = dict(model=MODEL, sp=2, tp=2, threshold=8, max_step_tokens=32, max_seqs=3, kv_blocks=64)
@@ -17,7 +18,8 @@ SMALL = dict(model=MODEL, sp=2, tp=2, threshold=8, max_step_tokens=32, max_seqs=
 
 def traced_world(root, most, killed):
     rank = connect()
-    engine = Engine(**SMALL, trace=str(root / "trace.json"), trace_steps=most)
+    slow = dict(link_us=20_000) if killed else {}               # a step lasts longer than 0.1 s
+    engine = Engine(**SMALL, **slow, trace=str(root / "trace.json"), trace_steps=most)
     prompts = [list(range(1, length)) for length in (30, 5, 17, 9)]
     if killed and rank == 0:
         def kill(events):
@@ -26,7 +28,7 @@ def traced_world(root, most, killed):
         engine.on_events = kill
     engine.generate(prompts, SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     save(root, ({key: count.bytes for key, count in engine.link.counts.items()},
-                engine.steps.total(), [summary for summary, *_ in engine.trace.steps]))
+                engine.steps.total(), [step.tokens for step in engine.trace]))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def spans(events, lane):
     """{rank: [(start, end, event)]}, in order, of one lane."""
     found = defaultdict(list)
     for event in events:
-        if event["ph"] == "X" and event["tid"] == Trace.LANES.index(lane):
+        if event["ph"] == "X" and event["tid"] == LANES.index(lane):
             found[event["pid"]].append((event["ts"], event["ts"] + event["dur"], event))
     return {rank: sorted(of, key=lambda span: span[:2]) for rank, of in found.items()}
 
@@ -48,7 +50,7 @@ def spans(events, lane):
 def test_lanes_are_in_order_and_inside_their_step(traced):
     """No two spans of a lane overlap; layers, compute and collectives fill the steps."""
     events, results = traced
-    for lane in Trace.LANES:
+    for lane in LANES:
         for rank, of in spans(events, lane).items():
             for (_, end, _), (start, _, _) in zip(of, of[1:]):
                 assert start >= end - 0.01, (lane, rank)                 # microseconds
@@ -103,7 +105,7 @@ def test_requests_and_counters(traced):
     counters = Counter(event["name"] for event in events if event["ph"] == "C")
     assert counters == dict.fromkeys(["tokens", "waiting", "KV blocks"], results[0][1])
     tokens = [event["args"] for event in events if event["name"] == "tokens"]
-    assert [args["tokens"] for args in tokens] == [summary[1] for summary in results[0][2]]
+    assert [args["tokens"] for args in tokens] == results[0][2]
     assert {args["threshold"] for args in tokens} == {8}
 
 
