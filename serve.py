@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from array import array
-from collections import Counter, OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -64,6 +64,7 @@ class Request:
     tokens: list                       # the prompt, then the output so far
     num_prompt: int
     num_computed: int = 0              # tokens whose keys and values are in the cache
+    draft: list = ()                   # guessed tokens that follow, to be verified in the next step
     blocks: list = None                # the block table: block i holds tokens [i*B, (i+1)*B)
     hashes: list = None                # chained hashes of its first full blocks, as far as needed
 
@@ -168,20 +169,26 @@ class Scheduler:
         self.plan = []                                       # [(request, tokens)] of this step
         self.preemptions = self.prompt_tokens = self.cached_tokens = 0
 
-    def apply(self, sampled, finished, added):
+    def apply(self, sampled, finished, added, drafts=()):
         """What happened since the last plan, in one fixed order.
 
-        sampled   for each request of the plan whose last token was computed: its new tokens
+        sampled   for each request of the plan whose last token was computed: its new tokens, which
+                  are the accepted drafts and one more
         added     [(id, prompt tokens)]
         finished  ids to forget, complete or cancelled; one just added may be among them
+        drafts    [(id, tokens that may come after those just sampled)]
         """
         sampled = iter(sampled)
         for request, count in self.plan:
+            before, request.draft = request.num_computed, ()
             request.num_computed += count
-            if request.num_computed == len(request.tokens):
-                request.tokens += next(sampled)
-            self._publish(request, count)
+            if request.num_computed >= len(request.tokens):  # of rejected drafts nothing is left:
+                request.tokens += next(sampled)              # what comes next writes to their slots
+                request.num_computed = len(request.tokens) - 1
+            self._publish(request, before)
         self.plan = []
+        for id, draft in drafts:
+            self.requests[id].draft = draft
         for id, tokens in added:
             self.requests[id] = Request(id, list(tokens), len(tokens), hashes=[])
             self.waiting.append(self.requests[id])
@@ -193,12 +200,11 @@ class Scheduler:
                 self.running.remove(request)
                 self.blocks.release(request.blocks)
 
-    def _publish(self, request, count):
-        """Offer the blocks that the last `count` computed tokens have filled."""
-        size = self.blocks.block_size
-        full = request.num_computed // size
+    def _publish(self, request, before):
+        """Offer the blocks that were filled since `before` tokens were computed."""
+        full = request.num_computed // self.blocks.block_size
         self.blocks.extend_hashes(request, full)
-        for i in range((request.num_computed - count) // size, full):
+        for i in range(before // self.blocks.block_size, full):
             self.blocks.publish(request.blocks[i], request.hashes[i])
 
     def schedule(self):
@@ -208,28 +214,31 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
         spare = self.max_step_tokens - len(self.running)     # one token each, then oldest first
         for request in self.running:
-            count = min(len(request.tokens) - request.num_computed, 1 + spare)
+            count = min(len(request.tokens) + len(request.draft) - request.num_computed, 1 + spare)
             spare -= count - 1
             self.plan.append((request, count))
         return self.plan
 
     def _grow(self):
-        """Blocks for the tokens that running requests have gained; if too few, preempt youngest."""
+        """Blocks for the tokens that running requests have gained, and their drafts; if too few,
+        without the draft; if still too few, preempt the youngest."""
         grown = 0
         while grown < len(self.running):
             request = self.running[grown]
-            need = self.blocks.pages(len(request.tokens)) - len(request.blocks)
-            if need > self.blocks.available:
-                self._preempt(self.running.pop())
-            else:
-                request.blocks += self.blocks.allocate(need)
+            need = self.blocks.pages(len(request.tokens) + len(request.draft)) - len(request.blocks)
+            if need <= self.blocks.available:
+                request.blocks += self.blocks.allocate(max(0, need))
                 grown += 1
+            elif request.draft:
+                request.draft = ()
+            else:
+                self._preempt(self.running.pop())
 
     def _preempt(self, request):
         """Give up the blocks; its tokens, output included, are computed again when it is back. It
         is older than all who wait, and what it published it will find in the prefix cache."""
         self.blocks.release(request.blocks)
-        request.blocks, request.num_computed = None, 0
+        request.blocks, request.num_computed, request.draft = None, 0, ()
         self.waiting.appendleft(request)
         self.preemptions += 1
 
@@ -268,6 +277,24 @@ class Output:
         self.decoder, self.held, self.offset = tokenizer.decoder(), "", 0
         self.ends = {*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos)}
         self.arrived = self.last = time.monotonic()          # and `first`: for TTFT and TPOT
+        self.drafted = self.accepted = 0
+        self.tree, self.trust = None, 0.5                    # of the Drafter
+
+    def verify(self, samples, draft):
+        """Take a step's Samples: the one after the last token, then one after each drafted token,
+        which counts if all before it came out as drafted. Returns the Events."""
+        events = []
+        for one, drafted in zip(samples, [*draft, None]):
+            events.append(self.push(one))
+            if self.finish or one.token != drafted:
+                break
+        accepted = len(events) - 1
+        self.drafted += len(draft)
+        self.accepted += accepted
+        # The share of drafted tokens that come out so: learned fast, and slowly tried anew.
+        self.trust += (0.3 * (accepted / min(len(draft), accepted + 1) - self.trust) if draft else
+                       0.02 * (1 - self.trust))
+        return events
 
     def push(self, one):
         """Take one Sample; returns the Event: the text that is now certain, and whether it ends."""
@@ -301,6 +328,86 @@ class Output:
 
 
 # --------------------------------------------------------------------------------------------------
+# Drafts: suffix decoding (arXiv 2411.04975). Rank 0 only.
+
+
+class Suffixes:
+    """The suffix tree of a text that grows, with counts, for runs of at most DEPTH tokens.
+
+    A node of the tree is a run of tokens, and what is asked of it is how often each token came
+    after it. Here a node is the list of the places where its run ended: those of every pair of
+    tokens are kept, those of longer runs are found among them, and so is what followed. So a token
+    costs one place, where a tree in memory would have up to DEPTH nodes for it.
+    """
+    DEPTH, LATEST = 32, 64             # tokens matched at most; places looked at, the latest
+    LEAST = 0.1                        # chance of being accepted, for a token to be drafted
+
+    def __init__(self, tokens=()):
+        self.tokens, self.places = [], defaultdict(list)     # (token, token) -> where a third came
+        self.extend(tokens)
+
+    def extend(self, tokens):
+        for token in tokens:
+            self.tokens.append(token)
+            self.places[tuple(self.tokens[-2:])].append(len(self.tokens))
+
+    def draft(self, context, most, trust):
+        """What may follow the tokens of `context`: (tokens that will probably be accepted, draft).
+
+        From the longest run that ends the context and has occurred, the token that followed most
+        often, and so on. Each has a chance of its share of the places times `trust`. At most as
+        many as the run is long, and `most`.
+        """
+        text, length = self.tokens, 2
+        found = [at for at in self.places.get(tuple(context[-2:]), ())[-self.LATEST:]
+                 if at < len(text)]
+        while length < min(self.DEPTH, len(context)):
+            longer = [at for at in found if at > length and text[at - length - 1]
+                      == context[-length - 1]]
+            if not longer:
+                break
+            found, length = longer, length + 1
+        draft, chance, score = [], 1.0, 0.0
+        while found and len(draft) < min(most, length):
+            token, count = Counter(text[at] for at in reversed(found)).most_common(1)[0]
+            chance *= trust * count / len(found)
+            if chance < self.LEAST or token < 0:             # -1: there the text ended
+                break
+            draft.append(token)
+            score += chance
+            found = [at + 1 for at in found if text[at] == token and at + 1 < len(text)]
+        return score, draft
+
+
+class Drafter:
+    """Drafts for all requests: each from its own text, or from the outputs of finished requests.
+
+    Of those, the last HISTORY tokens are kept, and as many before them. An output that follows an
+    old one contains it, so what is used is also new: the least recently used is forgotten.
+    """
+    HISTORY = 200_000                  # tokens
+    STEP = 64                          # tokens in a step, above which nothing is drafted
+
+    def __init__(self):
+        self.old, self.new = Suffixes(), Suffixes()
+
+    def next(self, output, room):
+        """[(id, draft)] for an output that has just grown, with a draft of at most `room` tokens;
+        [] if there is nothing to say, or the output is complete: then it is remembered."""
+        if output.finish:
+            if len(self.new.tokens) > self.HISTORY:
+                self.old, self.new = self.new, Suffixes()
+            self.new.extend((-1, *output.tokens, -1))
+            return []
+        tree = output.tree = output.tree or Suffixes(output.prompt)
+        tree.extend(output.tokens[len(tree.tokens) - len(output.prompt):])
+        room = min(room, output.params.max_tokens - len(output.tokens) - 1)
+        _, draft = max(one.draft(tree.tokens, room, output.trust)
+                       for one in (tree, self.new, self.old))
+        return [(output.id, draft)] if draft else []
+
+
+# --------------------------------------------------------------------------------------------------
 # Engine
 
 
@@ -330,6 +437,8 @@ class Options:
     max_seqs: int = option(256, "requests in a step", least=1)
     kv_blocks: int = option(None, "blocks in the KV pool; default: by memory", least=1)
     block_size: int = option(16, "tokens in a KV block", least=1)
+    speculate: str = option("off", "suffix: draft tokens from what was written before",
+                            "off, suffix")
     explain: int = option(0, "1: a line a step; 2: its collectives too", least=0, most=2, bare=1)
     trace: str = option(None, "write a file for ui.perfetto.dev")
     trace_steps: int = option(10_000, "steps in that file, at most", least=1)
@@ -409,7 +518,9 @@ class Engine:
                                    self.options.max_seqs, self.options.max_step_tokens)
         self.switch = self.first_switch = self._make_switch()
         self.trace, self.file = Trace(), TraceFile(self.link, self.options)
-        self.sampled, self.finished = [], []
+        self.sampled, self.finished, self.drafts = [], [], []
+        self.drafter = Drafter() if self.options.speculate == "suffix" else None
+        self.drafted = self.accepted = 0
         self.outputs = {}              # id -> Output, alive; rank 0, the engine's thread only
         self.inbox, self.asks, self.ids = [], deque(), itertools.count()
         # Guards these three, and `closing`. Reentrant: a signal may call `close` in any line.
@@ -515,7 +626,7 @@ class Engine:
     def step(self):
         """One turn, the same on every rank; False once there will be no more."""
         message = self.link.broadcast(self._next_message() if self.rank == 0 else None)
-        self.scheduler.apply(message["sampled"], message["finished"], message["added"])
+        self.scheduler.apply(*(message[key] for key in ("sampled", "finished", "added", "drafts")))
         for what, value in message["asks"]:
             self._answer(what, value)
         if message["stop"]:
@@ -560,18 +671,21 @@ class Engine:
         return outputs
 
     def _build(self, plan):
-        """The plan as tensors, and the requests whose next token this step samples."""
+        """The plan as tensors, and [(request, draft)] of those whose next token this step samples:
+        a row of logits for their last token and for each drafted one."""
         size = self.options.block_size
         token_ids, positions, slots, starts, rows, sampling = [], [], [], [0], [], []
         for request, count in plan:
             first, last = request.num_computed, request.num_computed + count
+            known = len(request.tokens)
             token_ids += request.tokens[first:last]
+            token_ids += request.draft[:max(0, last - known)]
             positions += range(first, last)
             slots += [request.blocks[i // size] * size + i % size for i in range(first, last)]
             starts.append(starts[-1] + count)
-            if last == len(request.tokens):
-                rows.append(starts[-1] - 1)
-                sampling.append(request)
+            if last >= known:
+                rows += range(starts[-1] - 1 - (last - known), starts[-1])
+                sampling.append((request, request.draft[:last - known]))
         pages = max(len(request.blocks) for request, _ in plan)
         tables = [request.blocks + [0] * (pages - len(request.blocks)) for request, _ in plan]
         contexts = [request.num_computed + count for request, count in plan]
@@ -585,7 +699,7 @@ class Engine:
         self.step_tokens[mode.name] += tokens
         self.switches += self.mode not in (None, mode)
         self.mode = mode
-        decode = sum(request.num_computed >= request.num_prompt for request, _ in plan)
+        decode = sum(count for request, count in plan if request.num_computed >= request.num_prompt)
         step = Step(self.steps.total(), tokens, tokens - decode, decode, mode.name, start,
                     time.perf_counter(), [*self.link.log])
         self.trace.append(step)
@@ -673,9 +787,10 @@ class Engine:
             self.on_events([Event(output, "", [], output.finish) for output in cancelled])
         message = {"sampled": self.sampled, "finished": self.finished,
                    "added": [(output.id, output.prompt) for output in added],
+                   "drafts": self.drafts,
                    "asks": [(what, value) for what, value, _ in [*self.asks]],
                    "stop": self.closing and not (self.outputs or self.inbox)}
-        self.sampled, self.finished = [], []
+        self.sampled, self.finished, self.drafts = [], [], []
         return message
 
     @torch.inference_mode()
@@ -683,19 +798,27 @@ class Engine:
         """Sample, and tell the clients. The other ranks hear of it in the next message."""
         if not sampling:
             return
-        outputs = [self.outputs[request.id] for request in sampling]
-        for i, output in enumerate(outputs):
-            if len(output.tokens) < output.params.min_tokens:            # finite, as JSON must be
-                logits[i, list(output.ends)] = torch.finfo(logits.dtype).min
-        samples = sample(logits, [output.params for output in outputs],
-                         [len(request.tokens) for request in sampling])
-        self.sampled = [[one.token] for one in samples]
-        events = [output.push(one) for output, one in zip(outputs, samples)]
-        for output in outputs:
+        rows = [(self.outputs[request.id], len(request.tokens), i) for request, draft in sampling
+                for i in range(len(draft) + 1)]
+        for row, (output, _, i) in zip(logits, rows):
+            if len(output.tokens) + i < output.params.min_tokens:        # finite, as JSON must be
+                row[list(output.ends)] = torch.finfo(logits.dtype).min
+        samples = iter(sample(logits, [output.params for output, *_ in rows],
+                              [known + i for _, known, i in rows]))
+        events, room = [], Drafter.STEP // len(self.outputs) - 1
+        for request, draft in sampling:
+            output = self.outputs[request.id]
+            new = output.verify([*itertools.islice(samples, len(draft) + 1)], draft)
+            events += new
+            self.sampled.append(output.tokens[-len(new):])
+            self.drafted += len(draft)
+            self.accepted += len(new) - 1
             if output.finish:
                 self.finished.append(output.id)
                 del self.outputs[output.id]
                 self.file.request(output.id, output.arrived, output.last)
+            if self.drafter:
+                self.drafts += self.drafter.next(output, room)
         self.on_events(events)
 
 
@@ -839,8 +962,12 @@ class Api:
     def _usage(self, outputs, n):
         prompts = sum(len(output.prompt) for output in outputs[::n])         # each only once
         completions = sum(len(output.tokens) for output in outputs)
+        drafted, accepted = (sum(getattr(output, name) for output in outputs)
+                             for name in ("drafted", "accepted"))
         return {"prompt_tokens": prompts, "completion_tokens": completions,
-                "total_tokens": prompts + completions}
+                "total_tokens": prompts + completions, "completion_tokens_details": {
+                    "accepted_prediction_tokens": accepted,
+                    "rejected_prediction_tokens": drafted - accepted}}
 
     def _choice(self, body, output, text, samples, finish):
         asked = output.params.logprobs is not None

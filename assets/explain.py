@@ -21,8 +21,10 @@ def explain(engine, step, mode):
     sent = [f"{what} {op} {len(of)} x {sum(call.bytes for call in of) / len(of) / 1024:.1f} KB"
             for (what, op), of in groups.items()]
     emulated = ", emulated link" * bool(engine.link.emulate)
+    drafts = (f" ({engine.accepted} of {engine.drafted} drafts accepted so far)"
+              if engine.drafted else "")
     lines = [f"step {step.number:4} | {step.tokens:4} tokens: {step.prefill} prefill, {step.decode} "
-             f"decode | {step.mode:5} sp {mode.sp} x tp {mode.tp}, "
+             f"decode{drafts} | {step.mode:5} sp {mode.sp} x tp {mode.tp}, "
              f"{engine.switch.reason(step.tokens)} | {step.milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}"]
     for (what, op), (first, *others) in groups.items() if engine.options.explain > 1 else ():
         letters, purpose = LEGEND[what]

@@ -54,6 +54,8 @@ class Metrics:
                 (counter, "generation_tokens", "Tokens sampled", self.generation_tokens),
                 (counter, "prefix_cache_queries", "Tokens looked up", scheduler.prompt_tokens),
                 (counter, "prefix_cache_hits", "Tokens found", scheduler.cached_tokens),
+                (counter, "spec_decode_num_draft_tokens", "Tokens drafted", engine.drafted),
+                (counter, "spec_decode_num_accepted_tokens", "Of those, accepted", engine.accepted),
                 (counter, "request_success", "Requests ended", self.requests, "finished_reason"),
                 (counter, "steps", "Steps", engine.steps, "mode"),
                 (counter, "step_tokens", "Tokens computed", engine.step_tokens, "mode"),
