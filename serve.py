@@ -184,7 +184,7 @@ class Scheduler:
             request.num_computed += count
             if request.num_computed >= len(request.tokens):  # of rejected drafts nothing is left:
                 request.tokens += next(sampled)              # what comes next writes to their slots
-                request.num_computed = len(request.tokens) - 1
+                request.num_computed = min(request.num_computed, len(request.tokens) - 1)
             self._publish(request, before)
         self.plan = []
         for id, draft in drafts:
