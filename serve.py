@@ -158,6 +158,7 @@ class Scheduler:
     oldest request is never preempted, so something always finishes. It follows that a waiting
     prompt runs after at most as many steps as the requests before it still need tokens.
     """
+    SMALL = 64                         # tokens in a step, above which no draft is computed
 
     def __init__(self, blocks, max_seqs, max_step_tokens):
         self.blocks = blocks
@@ -212,6 +213,7 @@ class Scheduler:
         self._grow()
         while self.waiting and len(self.running) < self.max_seqs and self._admit(self.waiting[0]):
             self.running.append(self.waiting.popleft())
+        self._clip_drafts()
         spare = self.max_step_tokens - len(self.running)     # one token each, then oldest first
         for request in self.running:
             count = min(len(request.tokens) + len(request.draft) - request.num_computed, 1 + spare)
@@ -220,19 +222,33 @@ class Scheduler:
         return self.plan
 
     def _grow(self):
-        """Blocks for the tokens that running requests have gained, and their drafts; if too few,
-        without the draft; if still too few, preempt the youngest."""
+        """Blocks for the tokens that running requests have gained, when those of rejected drafts
+        are back; if too few, preempt the youngest."""
+        for request in self.running:
+            pages = self.blocks.pages(len(request.tokens))
+            self.blocks.release(request.blocks[pages:])
+            del request.blocks[pages:]
         grown = 0
         while grown < len(self.running):
             request = self.running[grown]
-            need = self.blocks.pages(len(request.tokens) + len(request.draft)) - len(request.blocks)
+            need = self.blocks.pages(len(request.tokens)) - len(request.blocks)
             if need <= self.blocks.available:
-                request.blocks += self.blocks.allocate(max(0, need))
+                request.blocks += self.blocks.allocate(need)
                 grown += 1
-            elif request.draft:
-                request.draft = ()
             else:
                 self._preempt(self.running.pop())
+
+    def _clip_drafts(self):
+        """Drafts get what is left: they delay no prompt, preempt nobody, and keep a step small."""
+        room = min(self.SMALL, self.max_step_tokens) - sum(
+            len(request.tokens) - request.num_computed for request in self.running)
+        for request in self.running:
+            request.draft = request.draft[:max(0, room)]
+            need = self.blocks.pages(len(request.tokens) + len(request.draft)) - len(request.blocks)
+            if need > self.blocks.available:
+                request.draft, need = (), 0
+            request.blocks += self.blocks.allocate(need)
+            room -= len(request.draft)
 
     def _preempt(self, request):
         """Give up the blocks; its tokens, output included, are computed again when it is back. It
@@ -386,7 +402,6 @@ class Drafter:
     old one contains it, so what is used is also new: the least recently used is forgotten.
     """
     HISTORY = 200_000                  # tokens
-    STEP = 64                          # tokens in a step, above which nothing is drafted
 
     def __init__(self):
         self.old, self.new = Suffixes(), Suffixes()
@@ -398,10 +413,12 @@ class Drafter:
             if len(self.new.tokens) > self.HISTORY:
                 self.old, self.new = self.new, Suffixes()
             self.new.extend((-1, *output.tokens, -1))
+            output.tree = None
+        room = min(room, output.params.max_tokens - len(output.tokens) - 1)
+        if output.finish or room < 1:
             return []
         tree = output.tree = output.tree or Suffixes(output.prompt)
         tree.extend(output.tokens[len(tree.tokens) - len(output.prompt):])
-        room = min(room, output.params.max_tokens - len(output.tokens) - 1)
         _, draft = max(one.draft(tree.tokens, room, output.trust)
                        for one in (tree, self.new, self.old))
         return [(output.id, draft)] if draft else []
@@ -671,21 +688,20 @@ class Engine:
         return outputs
 
     def _build(self, plan):
-        """The plan as tensors, and [(request, draft)] of those whose next token this step samples:
-        a row of logits for their last token and for each drafted one."""
+        """The plan as tensors, and those requests whose next token this step samples: a row of
+        logits for their last token and for each drafted one."""
         size = self.options.block_size
         token_ids, positions, slots, starts, rows, sampling = [], [], [], [0], [], []
         for request, count in plan:
             first, last = request.num_computed, request.num_computed + count
-            known = len(request.tokens)
             token_ids += request.tokens[first:last]
-            token_ids += request.draft[:max(0, last - known)]
+            token_ids += request.draft
             positions += range(first, last)
             slots += [request.blocks[i // size] * size + i % size for i in range(first, last)]
             starts.append(starts[-1] + count)
-            if last >= known:
-                rows += range(starts[-1] - 1 - (last - known), starts[-1])
-                sampling.append((request, request.draft[:last - known]))
+            if last >= len(request.tokens):
+                rows += range(starts[-1] - 1 - len(request.draft), starts[-1])
+                sampling.append(request)
         pages = max(len(request.blocks) for request, _ in plan)
         tables = [request.blocks + [0] * (pages - len(request.blocks)) for request, _ in plan]
         contexts = [request.num_computed + count for request, count in plan]
@@ -798,16 +814,16 @@ class Engine:
         """Sample, and tell the clients. The other ranks hear of it in the next message."""
         if not sampling:
             return
-        rows = [(self.outputs[request.id], len(request.tokens), i) for request, draft in sampling
-                for i in range(len(draft) + 1)]
+        rows = [(self.outputs[request.id], len(request.tokens), i) for request in sampling
+                for i in range(len(request.draft) + 1)]
         for row, (output, _, i) in zip(logits, rows):
             if len(output.tokens) + i < output.params.min_tokens:        # finite, as JSON must be
                 row[list(output.ends)] = torch.finfo(logits.dtype).min
         samples = iter(sample(logits, [output.params for output, *_ in rows],
                               [known + i for _, known, i in rows]))
-        events, room = [], Drafter.STEP // len(self.outputs) - 1
-        for request, draft in sampling:
-            output = self.outputs[request.id]
+        events, room = [], Scheduler.SMALL // len(self.scheduler.running) - 1
+        for request in sampling:
+            output, draft = self.outputs[request.id], request.draft
             new = output.verify([*itertools.islice(samples, len(draft) + 1)], draft)
             events += new
             self.sampled.append(output.tokens[-len(new):])

