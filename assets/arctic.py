@@ -1,23 +1,26 @@
 """arctic.py: what Arctic Inference's other parts do for assets/tiny, beside Shift Parallelism alone.
 
     python assets/arctic.py suffix --nproc 1        suffix decoding, by kind of work
+    python assets/arctic.py drafting --nproc 1      what a draft costs, and what a history weighs
+    python assets/arctic.py crossover --nproc 2     drafts make steps larger: base mode, not shift
     python assets/arctic.py table --nproc 2         Shift, + suffix, + SwiftKV, + both: one workload
 
 All engines live in one world and take turns, so that what else the machine does meets all alike.
 """
 import argparse
 import random
-import re
 import sys
 import time
+import tracemalloc
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from assets.train_tiny import Story, new_name
-from serve import Engine, SamplingParams, launch
+from model import Config, Sample, Tokenizer
+from serve import Drafter, Engine, Output, SamplingParams, Scheduler, launch
 
 TINY = Path(__file__).parent / "tiny"
 SWIFT = Path(__file__).parent / "tiny-swiftkv"
@@ -79,13 +82,76 @@ def suffix(args):
                       f"same tokens: {same}", flush=True)
 
 
+def written(tokenizer, tokens, prompt=(0,)):
+    """An Output that has just been given these tokens."""
+    output = Output(0, list(prompt), SamplingParams(max_tokens=len(tokens)), tokenizer)
+    output.tokens, output.finish = list(tokens), "length"
+    return output
+
+
+def drafting(args):
+    """The time of a draft beside a history of 1 MB, for stories that go on by half; then the memory
+    after 10,000 finished requests: stories, and tokens at random, the worst case."""
+    tokenizer, rng = Tokenizer(TINY, Config.read(TINY)), random.Random(0)
+    new_story, drafter, size = lambda: Story(rng, "held").text, Drafter(), 0
+    while size < 2**20:
+        text = new_story()
+        drafter.next(written(tokenizer, tokenizer.encode(text)), 0)
+        size += len(text.encode())
+    kept = len(drafter.new.tokens) + len(drafter.old.tokens)
+    times, first, drafted = [], [], 0
+    for _ in range(200):
+        tokens = tokenizer.encode(new_story())
+        half = len(tokens) // 2
+        output = Output(0, tokens[:half], SamplingParams(max_tokens=9999), tokenizer)
+        for i, token in enumerate(tokens[half:]):
+            output.push(Sample(token, None, None))
+            start = time.perf_counter()
+            drafts = drafter.next(output, Scheduler.SMALL - 1)
+            (times if i else first).append(time.perf_counter() - start)
+            drafted += len(drafts)
+    times.sort()
+    print(f"a draft beside {size / 2**20:.1f} MB of text, {kept} tokens: {mean(times) * 1e6:.0f} us "
+          f"(median {median(times) * 1e6:.0f}, 99 % below {times[len(times) * 99 // 100] * 1e6:.0f}; "
+          f"the first, of a prompt, {median(first) * 1e6:.0f}); {drafted / len(times):.0%} found one")
+    stories = [tokenizer.encode(new_story()) for _ in range(2000)]
+    for kind, tokens in (("stories", lambda i: stories[i % 2000]),
+                         ("random", lambda i: [rng.randrange(128_000) for _ in range(200)])):
+        tracemalloc.start()
+        drafter, sizes = Drafter(), []
+        for i in range(10_000):
+            drafter.next(written(tokenizer, tokens(i)), 0)
+            if i % 2500 == 2499:
+                sizes.append(f"{tracemalloc.get_traced_memory()[0] / 2**20:.0f}")
+        print(f"after 2,500, 5,000, 7,500 and 10,000 {kind}: {', '.join(sizes)} MB; at most "
+              f"{tracemalloc.get_traced_memory()[1] / 2**20:.0f}", flush=True)
+        tracemalloc.stop()
+
+
+def crossover(args):
+    """The same decodes, and a threshold that only drafts exceed."""
+    for at_once in args.batch:
+        for name in ("off", "suffix"):
+            engine = Engine(model=str(TINY), threshold=24, speculate=name)
+            chats = tasks("repeat", at_once)
+            run(engine, chats, most=1, at_once=at_once)      # the prompts, for the prefix cache
+            before = engine.steps.copy(), engine.step_tokens.copy()
+            _, tokens, *_ = run(engine, chats, at_once=at_once)
+            steps, computed = engine.steps - before[0], engine.step_tokens - before[1]
+            if engine.rank == 0:
+                print(f"{at_once} decodes, threshold 24, speculate {name}: {steps['base']} of "
+                      f"{steps.total()} steps in base mode, {computed.total() / steps.total():.1f} "
+                      f"tokens a step, {sum(map(len, tokens)) / steps.total():.1f} of them sampled",
+                      flush=True)
+
+
 def main(args):
     globals()[args.command](args)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=("suffix", "table"))
+    parser.add_argument("command", choices=("suffix", "drafting", "crossover", "table"))
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])

@@ -2,8 +2,8 @@
 
     pytest tests/test_http.py
 
-Two servers live through this file: `server`, two ranks with every invariant checked in every step,
-and `small`, one rank with a small pool and one request at a time. The words of the model are never
+Two servers live through this file: `server`, two ranks with every invariant checked in every step
+and drafts (suffix decoding), which nobody must notice; and `small`, one rank with a small pool and one request at a time. The words of the model are never
 known here: what a stream or a batch says is held to what the same server says to the same request
 alone, and after everything that is refused the server must still give the same greedy answer.
 """
@@ -22,6 +22,7 @@ import pytest
 from model import Config, RawTokens, Sample, SamplingParams, Tokenizer
 from serve import Api, ChatBody, CompletionBody, Failure, Output, UserError
 from server import JSON, ROOT, Server, events, needs_proc, wait_for
+from stress import metrics
 
 pytestmark = needs_proc
 
@@ -162,6 +163,24 @@ def test_stream_says_what_the_answer_says(client, chat, draw):
     finishes = [chunk.choices[0].finish_reason for chunk in parts]
     assert finishes == [None] * (len(parts) - 1) + [whole.choices[0].finish_reason]
     assert {chunk.id for chunk in chunks} == {last.id} and last.model == MODEL
+
+
+def test_drafts_show_in_the_counters_only(server):
+    """Holds usage, /metrics and --explain to the drafts of an answer that was given before, and the
+    answer and its log-probabilities to those of the first time."""
+    fields = dict(prompt="The drafted fox", max_tokens=40, logprobs=1)
+    first, before, begun = server.complete(**fields), metrics(server), len(server.steps())
+    again, after = server.complete(**fields), metrics(server)
+    probabilities, wanted = (answer["choices"][0].pop("logprobs") for answer in (again, first))
+    assert again["choices"] == first["choices"] and probabilities["tokens"] == wanted["tokens"]
+    assert probabilities["token_logprobs"] == pytest.approx(wanted["token_logprobs"], abs=1e-4)
+    details = again["usage"]["completion_tokens_details"]
+    accepted, rejected = (details[f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected"))
+    added = [after[name] - before[name] for name in (
+        "spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total")]
+    assert added == [accepted, accepted + rejected] and accepted > 20
+    steps = server.steps()[begun:]
+    assert len(steps) == 40 - accepted and "drafts accepted so far" in steps[-1].text
 
 
 def test_a_stream_says_once_who_speaks(client):

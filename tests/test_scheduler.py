@@ -109,7 +109,7 @@ class Driver:
         assert len({digest(copy) for copy in self.copies}) == 1
         self.steps += 1
         self.pool.check()
-        self.promises(dict(plans[0]))
+        self.promises(dict(plans[0]), dict(message[3]))
         self.message[0].extend(self.pool.run(self.scheduler.plan))
         samples = iter(self.message[0])
         for request, count in self.scheduler.plan:
@@ -117,16 +117,18 @@ class Driver:
                 self.outputs[request.id] += next(samples)
                 if len(self.outputs[request.id]) == self.wanted[request.id]:
                     self.message[1].append(request.id)
-                else:
-                    self.message[3].append((request.id, self.guess(request.id)))
+                elif draft := self.guess(request.id):
+                    self.message[3].append((request.id, draft))
         assert next(samples, None) is None
         return dict(plans[0])
 
-    def promises(self, plan):
+    def promises(self, plan, sent):
         s = self.scheduler
         left = [len(request.tokens) - request.num_computed for request in s.running]
         assert list(plan) == [request.id for request in s.running], "all that run, and no other"
         assert all(count >= 1 for count in plan.values()), "every one of them advances"
+        assert all([*request.draft] == sent.get(request.id, [])[:len(request.draft)]
+                   for request in s.running), "drafts of this message, and no older ones"
         drafts, text = sum(len(r.draft) for r in s.running), min(sum(left), s.max_step_tokens)
         assert sum(plan.values()) == text + drafts, "all the budget, no more"
         assert not drafts or text + drafts <= min(s.SMALL, s.max_step_tokens), "in small steps only"
