@@ -9,7 +9,7 @@ What it does not know: how a mode works (shift.py), what a layer computes (model
     torchrun --nproc-per-node 8 serve.py           the server, on 8 ranks
     python serve.py --nproc 8 --explain            the same, starting the ranks itself
 
-In reading order: requests and blocks, scheduler, outputs, engine, HTTP, main.
+In reading order: requests and blocks, scheduler, outputs, drafts, engine, HTTP, main.
 """
 import signal
 
@@ -296,21 +296,13 @@ class Output:
         self.drafted = self.accepted = 0
         self.tree, self.trust = None, 0.5                    # of the Drafter
 
-    def verify(self, samples, draft):
-        """Take a step's Samples: the one after the last token, then one after each drafted token,
-        which counts if all before it came out as drafted. Returns the Events."""
-        events = []
-        for one, drafted in zip(samples, [*draft, None]):
-            events.append(self.push(one))
-            if self.finish or one.token != drafted:
-                break
-        accepted = len(events) - 1
-        self.drafted += len(draft)
+    def learn(self, drafted, accepted):
+        """Count a step's draft. `trust` is the share of drafted tokens that come out so: it follows
+        them fast, and where nothing is drafted it slowly grows, to try anew."""
+        self.drafted += drafted
         self.accepted += accepted
-        # The share of drafted tokens that come out so: learned fast, and slowly tried anew.
-        self.trust += (0.3 * (accepted / min(len(draft), accepted + 1) - self.trust) if draft else
+        self.trust += (0.3 * (accepted / min(drafted, accepted + 1) - self.trust) if drafted else
                        0.02 * (1 - self.trust))
-        return events
 
     def push(self, one):
         """Take one Sample; returns the Event: the text that is now certain, and whether it ends."""
@@ -422,6 +414,30 @@ class Drafter:
         _, draft = max(one.draft(tree.tokens, room, output.trust)
                        for one in (tree, self.new, self.old))
         return [(output.id, draft)] if draft else []
+
+
+def verify(outputs, drafts, logits):
+    """Sample the next token of each Output, and go on while what is drawn is what was drafted. So
+    the text is the one that it would have without drafts. Returns the Events.
+
+    logits (rows, V): for each output, those after its last token, then after each drafted one.
+    In rounds: no row is drawn in vain, as a draw can cost more than the forward pass of a token.
+    """
+    parts = logits.split([len(draft) + 1 for draft in drafts])
+    live = [*zip(outputs, parts, ([*draft, None] for draft in drafts))]
+    events, i = [], 0
+    while live:
+        rows = torch.stack([part[i] for _, part, _ in live])
+        for row, (output, *_) in zip(rows, live):
+            if len(output.tokens) < output.params.min_tokens:            # finite, as JSON must be
+                row[list(output.ends)] = torch.finfo(rows.dtype).min
+        samples = sample(rows, [output.params for output, *_ in live],
+                         [len(output.prompt) + len(output.tokens) for output, *_ in live])
+        events += [output.push(one) for (output, *_), one in zip(live, samples)]
+        live = [each for each, one in zip(live, samples)
+                if one.token == each[2][i] and not each[0].finish]
+        i += 1
+    return events
 
 
 # --------------------------------------------------------------------------------------------------
@@ -814,21 +830,16 @@ class Engine:
         """Sample, and tell the clients. The other ranks hear of it in the next message."""
         if not sampling:
             return
-        rows = [(self.outputs[request.id], len(request.tokens), i) for request in sampling
-                for i in range(len(request.draft) + 1)]
-        for row, (output, _, i) in zip(logits, rows):
-            if len(output.tokens) + i < output.params.min_tokens:        # finite, as JSON must be
-                row[list(output.ends)] = torch.finfo(logits.dtype).min
-        samples = iter(sample(logits, [output.params for output, *_ in rows],
-                              [known + i for _, known, i in rows]))
-        events, room = [], Scheduler.SMALL // len(self.scheduler.running) - 1
+        events = verify([self.outputs[request.id] for request in sampling],
+                        [request.draft for request in sampling], logits)
+        room = Scheduler.SMALL // len(self.scheduler.running) - 1
         for request in sampling:
-            output, draft = self.outputs[request.id], request.draft
-            new = output.verify([*itertools.islice(samples, len(draft) + 1)], draft)
-            events += new
-            self.sampled.append(output.tokens[-len(new):])
-            self.drafted += len(draft)
+            output, drafted = self.outputs[request.id], len(request.draft)
+            new = output.tokens[len(request.tokens) - request.num_prompt:]
+            output.learn(drafted, len(new) - 1)
+            self.drafted += drafted
             self.accepted += len(new) - 1
+            self.sampled.append(new)
             if output.finish:
                 self.finished.append(output.id)
                 del self.outputs[output.id]

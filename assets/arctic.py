@@ -36,6 +36,7 @@ def tasks(kind, count, seed=0):
             "repeat": f"Repeat this text:\n\n{text}",
             "edit": f"Rewrite this text with the name {new_name(rng)} instead of {name}:\n\n{text}",
             "unrelated": f"Tell me a story about {name}.",
+            "noise": f"Tell me a story about {name}.",
             "long": f"Repeat this text:\n\n{text}\n\n" + "\n\n".join(
                 Story(rng, "held").text for _ in range(6))}[kind])
     return chats
@@ -58,17 +59,17 @@ def run(engine, chats, most=200, at_once=1, temperature=0, seed=0):
 
 def suffix(args):
     """For each kind of work: with and without drafts, in turns. Unrelated work is stories drawn at
-    temperature 1; the other two are greedy."""
+    temperature 1, noise is drawn at 3; the other two are greedy."""
     engines = {name: Engine(model=str(TINY), threshold="auto", speculate=name)
                for name in ("off", "suffix")}
     rank = engines["off"].rank
     for at_once in args.batch:
-        for kind in ("repeat", "edit", "unrelated"):
+        for kind, heat in (("repeat", 0), ("edit", 0), ("unrelated", 1), ("noise", 3)):
             pairs, same, totals = [], True, [0, 0, 0, 0]
             for repeat in range(args.repeats):
                 chats = tasks(kind, max(4, at_once), seed=repeat)
-                warmth = dict(temperature=1, seed=1000 * repeat) if kind == "unrelated" else {}
-                found = {name: run(engines[name], chats, at_once=at_once, **warmth)
+                found = {name: run(engines[name], chats, at_once=at_once, temperature=heat,
+                                   seed=1000 * repeat)
                          for name in sorted(engines, reverse=repeat % 2)}
                 pairs.append(found["off"][0] / found["suffix"][0])
                 same &= found["off"][1] == found["suffix"][1]

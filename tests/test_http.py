@@ -2,10 +2,11 @@
 
     pytest tests/test_http.py
 
-Two servers live through this file: `server`, two ranks with every invariant checked in every step
-and drafts (suffix decoding), which nobody must notice; and `small`, one rank with a small pool and one request at a time. The words of the model are never
-known here: what a stream or a batch says is held to what the same server says to the same request
-alone, and after everything that is refused the server must still give the same greedy answer.
+Two servers live through this file: `server`, two ranks with every invariant checked in each step
+and with drafts (suffix decoding), which nobody must notice, and `small`, one rank with a small pool
+and one request at a time. The words of the model are never known here: what a stream or a batch
+says is held to what the same server says to the same request alone, and after everything that is
+refused the server must still give the same greedy answer.
 """
 import asyncio
 import http.client

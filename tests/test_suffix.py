@@ -9,11 +9,13 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
+import torch
 
+import serve
 from checks import checked
 from common import factorizations, load, save, world
-from model import Sample, SamplingParams
-from serve import Drafter, Engine, Output, Scheduler, Suffixes
+from model import Sample, SamplingParams, sample
+from serve import Drafter, Engine, Output, Scheduler, Suffixes, verify
 from shift import connect
 from test_engine import GREEDY, SMALL, Pieces, Solo, answer, excused, judge, traffic_world
 from test_scheduler import SHAPES, VOCAB, Driver, alone, random_prompt
@@ -123,7 +125,8 @@ class Short(Drafter):
 
 
 def finished(*tokens):
-    output = Output(0, [1], SamplingParams(max_tokens=len(tokens)), Pieces(*"abcdefghij" * 10))
+    params = SamplingParams(max_tokens=len(tokens))
+    output = Output(0, [44, 45, 46], params, Pieces(*"abcdefghij" * 10))
     for token in tokens:
         output.push(Sample(token, None, None))
     return output
@@ -146,6 +149,7 @@ def test_drafts_come_from_the_request_itself_or_from_finished_outputs():
     assert asked(drafter, [1, 2, 3, 4, 1], 2) == [3, 4]
     assert asked(drafter, [8, 9], 1, 2) == [], "another's prompt"
     assert drafter.next(finished(1, 2, 5, 6), 9) == []
+    assert asked(drafter, [8, 9], 44, 45) == [], "the prompt of a finished one"
     assert asked(drafter, [8, 9], 1, 2) == [5, 6]
     assert asked(drafter, [7, 1, 2, 3, 4, 7, 1], 2) == [3, 4, 7], "the longer match"
     assert asked(drafter, [8, 9], 5, 6) == [], "nothing came after it"
@@ -180,34 +184,57 @@ def test_what_is_used_stays_and_the_history_is_bounded():
 
 
 def test_a_verified_draft_is_the_text_without_it():
-    """Random outputs with stop strings, end tokens, min_tokens and logprobs, pushed one by one and
-    verified with drafts that are right so far: the same tokens, text, samples and end; and never a
-    token after the end. What was accepted is what the steps saved."""
-    draw, ends = random.Random(1), Counter()
+    """Random outputs with stop strings, end tokens, min_tokens and logprobs, greedy and drawn, in
+    twos: step by step, and with drafts that are right up to some place. The same tokens, text,
+    samples and ends; nothing after the end. What was accepted is what the steps saved."""
+    draw, ends, saved = random.Random(1), Counter(), 0
     letters = ["a", "b", "é".encode()[:1], "é".encode()[1:], "ab", "ba"]
-    for _ in range(1500):
-        most = draw.randint(1, 12)
-        params = SamplingParams(
-            max_tokens=most, min_tokens=min(most, draw.choice((0, 0, 3))), seed=0,
+
+    def outputs(params):
+        return [Output(i, [1] * 5, one, Pieces(*letters)) for i, one in enumerate(params)]
+    for seed in range(400):
+        params = [SamplingParams(
+            max_tokens=most, min_tokens=min(most, draw.choice((0, 0, 3))), seed=seed + i,
             stop=draw.choice(((), ("ab",), ("aba", "bb"))), ignore_eos=draw.random() < 0.3,
-            stop_token_ids=draw.choice(((), (4,))), logprobs=draw.choice((None, 0)))
-        samples = [Sample(draw.randrange(7), -1.0, []) for _ in range(12)]
-        plain, shown = Output(0, [1], params, Pieces(*letters)), []
-        while not plain.finish:
-            shown.append(plain.push(samples[len(plain.tokens)]))
-        drafted, events, steps, guessed = Output(0, [1], params, Pieces(*letters)), [], 0, 0
-        while not drafted.finish:
-            at, right = len(drafted.tokens), draw.randint(0, 4)
-            draft = [one.token for one in samples[at:at + right]] + [9] * draw.randint(0, 2)
-            events += drafted.verify(samples[at:at + len(draft) + 1], draft)
-            steps, guessed = steps + 1, guessed + len(draft)
-        assert [event[1:] for event in events] == [event[1:] for event in shown]
-        assert (drafted.tokens, drafted.text, drafted.samples, drafted.finish) == (
-            plain.tokens, plain.text, plain.samples, plain.finish)
-        assert drafted.drafted == guessed and drafted.accepted == len(drafted.tokens) - steps
-        assert 0 < drafted.trust < 1
-        ends[drafted.finish] += 1
-    assert ends["stop"] > 200 and ends["length"] > 200
+            stop_token_ids=draw.choice(((), (4,))), logprobs=draw.choice((None, 1)),
+            temperature=draw.choice((0, 1))) for i, most in enumerate((draw.randint(1, 12), 12))]
+        logits = torch.randn(2, 13, 7, generator=torch.Generator().manual_seed(seed)) * 2
+        plain, shown = outputs(params), []
+        for output, rows in zip(plain, logits):
+            while not output.finish:
+                shown += verify([output], [[]], rows[len(output.tokens)][None])
+        drafted, events, steps = outputs(params), [], Counter()
+        while live := [output for output in drafted if not output.finish]:
+            drafts, rows = [], []
+            for output in live:
+                at = len(output.tokens)
+                drafts.append(plain[output.id].tokens[at:at + draw.randint(0, 4)]
+                              + [draw.randrange(7)] * draw.randint(0, 2))
+                rows.append(logits[output.id, at:at + 1 + len(drafts[-1])])
+                drafts[-1] = drafts[-1][:len(rows[-1]) - 1]
+                steps[output.id] += 1
+            events += verify(live, drafts, torch.cat(rows))
+        for one, other in zip(plain, drafted):
+            assert (one.tokens, one.text, one.samples, one.finish) == (
+                other.tokens, other.text, other.samples, other.finish)
+            assert [event[1:] for event in shown if event.output is one] == [
+                event[1:] for event in events if event.output is other]
+            ends[other.finish] += 1
+            saved += len(other.tokens) - steps[other.id]
+    assert ends["stop"] > 100 and ends["length"] > 100 and saved > 1000
+
+
+def test_no_row_is_drawn_in_vain(monkeypatch):
+    """A draw can cost more than a forward pass: no row after a rejected token is drawn."""
+    logits, drawn = torch.eye(6)[[1, 2, 3, 4, 5, 1]], []
+    monkeypatch.setattr(serve, "sample",
+                        lambda rows, *args: drawn.append(len(rows)) or sample(rows, *args))
+    one, two = [Output(i, [1], SamplingParams(max_tokens=9, temperature=0), Pieces(*"abcdef"))
+                for i in range(2)]
+    verify([one, two], [[9, 3], [4, 9]], logits)
+    assert (one.tokens, two.tokens, drawn) == ([1], [4, 5], [2, 1])
+    verify([one], [[1, 2, 3, 4, 5]], logits[[1, 1, 2, 3, 4, 5]])
+    assert one.tokens == [1, 2], "not what was drafted"
 
 
 def test_trust_follows_what_is_accepted():
@@ -221,8 +248,10 @@ def test_trust_follows_what_is_accepted():
         found = []
         for _ in range(count):
             draft = dict(drafter.next(output, 32)).get(0, [])
-            samples = [Sample(1 + (len(output.tokens) + i) % 3, None, None) for i in range(33)]
-            output.verify(samples[:len(draft) + 1], draft if right else [8] * len(draft))
+            accepted = len(draft) if right else 0
+            for _ in range(accepted + 1):
+                output.push(Sample(1 + len(output.tokens) % 3, None, None))
+            output.learn(len(draft), accepted)
             found.append(len(draft))
         return found
     wrong, right = lengths(30, False), lengths(30, True)
