@@ -257,6 +257,9 @@ def test_trust_follows_what_is_accepted():
     wrong, right = lengths(30, False), lengths(30, True)
     assert wrong[0] > 1 and 0 in wrong and any(wrong[10:]) and max(wrong[10:]) == 1
     assert right[-3:] == [32] * 3
+    before = output.trust
+    output.learn(10, 5)                  # five came out, one did not, four were never asked
+    assert output.trust - before == pytest.approx(0.3 * (5 / 6 - before))
 
 
 # --------------------------------------------------------------------------------------------------
