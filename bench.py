@@ -527,8 +527,8 @@ def timed_step(engine, plan, name):
     plan: [(tokens in the cache, tokens to compute)]."""
     size, free = engine.options.block_size, itertools.cycle(range(engine.num_blocks))
     batch, _ = engine._build([
-        (Request(0, [1] * (start + count), start + count, start,
-                 list(itertools.islice(free, -(-(start + count) // size)))), count)
+        (Request(0, [1] * (start + count), start + count, num_computed=start,
+                 blocks=list(itertools.islice(free, -(-(start + count) // size)))), count)
         for start, count in plan])
     engine.link.barrier()
     engine.link.counts.clear()

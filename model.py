@@ -290,9 +290,11 @@ class Batch:
     query_starts: torch.Tensor         # (R+1,) int32
     context_lens: torch.Tensor         # (R,) int32, this step's tokens included
     rows: list                         # the tokens whose logits are wanted, rising, 0 <= row < T
+    pools: int = 0                     # sums of final hidden states that are wanted, and
+    pool_of: torch.Tensor = None       # (T,) int64  which of them each token joins; `pools`: none
 
     def to(self, device):
-        return Batch(**{name: value if name == "rows" else value.to(device)
+        return Batch(**{name: value.to(device) if isinstance(value, torch.Tensor) else value
                         for name, value in vars(self).items()})
 
 
@@ -346,11 +348,13 @@ class Llama:
 
     @torch.inference_mode()
     def forward(self, batch, mode):
-        """Run a step; returns the logits (rows, V) of `batch.rows` on rank 0, None elsewhere."""
+        """Run a step; returns (logits, sums): the logits (rows, V) of `batch.rows` on rank 0, None
+        elsewhere; and the pooled hidden states (pools, D), None if there are no pools."""
         x = self.embed(batch, mode)
         x = self.run_layers(x, 0, self.config.layers, mode, batch)
         self.link.mark("logits")
-        return self.logits(x, batch.rows, mode, len(batch.token_ids))
+        logits = self.logits(x, batch.rows, mode, len(batch.token_ids))
+        return logits, self.pool(x, batch, mode) if batch.pools else None
 
     def embed(self, batch, mode):
         """The embeddings (t, D) of this rank's slice of the tokens."""
@@ -417,6 +421,15 @@ class Llama:
                 logits.mT.contiguous(), [slices[rank]] + [0] * (P - 1),
                 [count * (rank == 0) for count in slices], self.link.everyone, "logits").mT
         return None if rank else logits.float().contiguous()
+
+    def pool(self, x, batch, mode):
+        """x (t, D) after the last layer -> (pools, D), the sums over the tokens of each pool."""
+        mine = batch.pool_of.split(token_slices(len(batch.pool_of), mode.sp))[mode.s]
+        y = self.kernels.rms_norm(x, self.norm, self.config.norm_eps).float()
+        sums = y.new_zeros(batch.pools + 1, y.shape[1]).index_add_(0, mine, y)
+        if mode.sp > 1:                                 # a pool's tokens may lie in several slices
+            sums = self.link.all_reduce(sums, mode.sp_group, "pool")
+        return sums[:-1]
 
 
 def rope_tables(config, length):

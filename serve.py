@@ -35,13 +35,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from assets.explain import explain
 from assets.metrics import Metrics
 from assets.page import add_page
-from assets.protocol import ChatBody, CompletionBody, Failure, Gate
+from assets.protocol import ChatBody, CompletionBody, EmbeddingBody, Failure, Gate
 from assets.trace_file import TraceFile
 from kernels import NativeKernels, TorchKernels, why_not_native
 from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
@@ -63,6 +64,7 @@ class Request:
     id: int
     tokens: list                       # the prompt, then the output so far
     num_prompt: int
+    pooling: str = None                # to embed, not to continue: "mean", "last" or "first" token
     num_computed: int = 0              # tokens whose keys and values are in the cache
     draft: list = ()                   # guessed tokens that follow, to be verified in the next step
     blocks: list = None                # the block table: block i holds tokens [i*B, (i+1)*B)
@@ -174,7 +176,7 @@ class Scheduler:
 
         sampled   for each request of the plan whose last token was computed: its new tokens, which
                   are the accepted drafts and one more
-        added     [(id, prompt tokens)]
+        added     [(id, prompt tokens)], or with a third, to embed: see Request.pooling
         finished  ids to forget, complete or cancelled; one just added may be among them
         drafts    [(id, tokens that may come after those just sampled)]
         """
@@ -182,15 +184,16 @@ class Scheduler:
         for request, count in self.plan:
             before, request.draft = request.num_computed, ()
             request.num_computed += count
-            if request.num_computed >= len(request.tokens):  # of rejected drafts nothing is left:
-                request.tokens += next(sampled)              # what comes next writes to their slots
+            if request.num_computed >= len(request.tokens) and not request.pooling:
+                request.tokens += next(sampled)
+                # Of rejected drafts nothing is left: what comes next writes to their slots.
                 request.num_computed = min(request.num_computed, len(request.tokens) - 1)
             self._publish(request, before)
         self.plan = []
         for id, draft in drafts:
             self.requests[id].draft = draft
-        for id, tokens in added:
-            self.requests[id] = Request(id, list(tokens), len(tokens), hashes=[])
+        for id, tokens, *pooling in added:
+            self.requests[id] = Request(id, list(tokens), len(tokens), *pooling, hashes=[])
             self.waiting.append(self.requests[id])
         for id in finished:
             request = self.requests.pop(id)
@@ -201,8 +204,9 @@ class Scheduler:
                 self.blocks.release(request.blocks)
 
     def _publish(self, request, before):
-        """Offer the blocks that were filled since `before` tokens were computed."""
-        full = request.num_computed // self.blocks.block_size
+        """Offer the blocks that were filled since `before` tokens were computed. Of a text to embed
+        nothing is kept, nor is it found: all its hidden states are wanted."""
+        full = 0 if request.pooling else request.num_computed // self.blocks.block_size
         self.blocks.extend_hashes(request, full)
         for i in range(before // self.blocks.block_size, full):
             self.blocks.publish(request.blocks[i], request.hashes[i])
@@ -246,7 +250,7 @@ class Scheduler:
         """Blocks for all its tokens, from the prefix cache where possible. The last token is always
         computed, for its logits, so it is never in a matched block and no matched block is written.
         One block stays free for each running request, or they would preempt it straight away."""
-        full = (len(request.tokens) - 1) // self.blocks.block_size
+        full = 0 if request.pooling else (len(request.tokens) - 1) // self.blocks.block_size
         self.blocks.extend_hashes(request, full)
         matched = self.blocks.match(request.hashes[:full])
         need = self.blocks.pages(len(request.tokens)) - len(matched)
@@ -269,6 +273,7 @@ Event = namedtuple("Event", "output text samples finish")    # finish: None, or 
 
 class Output:
     """The text of one request as it grows: stop strings, half characters, log-probabilities."""
+    pooling = None                     # it is continued, not embedded
 
     def __init__(self, id, prompt, params, tokenizer, index=0, queue=None):
         self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
@@ -325,6 +330,41 @@ class Output:
                 if any(stop.startswith(held[-size:]) for stop in self.params.stop):
                     return held[:-size], held[-size:]
         return held, ""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What to make of a text instead of continuing it: one vector, normalised to length 1.
+
+    pooling     the mean of all final hidden states, the last token's (which has seen all), or the
+                first's           dimensions  how many of them to keep, before normalising
+    """
+    pooling: str = "mean"
+    dimensions: int = None
+    max_tokens, stop_token_ids, seed = 0, (), 0              # as in SamplingParams
+
+    def __post_init__(self):
+        if self.pooling not in ("mean", "last", "first"):
+            raise UserError(f"pooling = {self.pooling!r:.60} is none of mean, last, first")
+
+
+class Embedding:
+    """The vector of one text as its sums come in, chunk by chunk; else like an Output."""
+
+    def __init__(self, id, prompt, params, tokenizer=None, index=0, queue=None):
+        self.id, self.prompt, self.params, self.index, self.queue = id, prompt, params, index, queue
+        self.unwanted, self.finish, self.first, self.tokens = False, None, None, ()
+        self.arrived = self.last = time.monotonic()
+        self.vector, self.pooling = 0, params.pooling
+
+    def push(self, sums, last):
+        """Add sums (D,); in the end `vector` is bytes, of float32: as Python floats it would cost
+        more than the model (Arctic Inference, arXiv 2507.11830)."""
+        self.vector, self.last = self.vector + sums, time.monotonic()
+        if last:
+            vector = F.normalize(self.vector[:self.params.dimensions], dim=0)
+            self.vector, self.finish = vector.cpu().numpy().tobytes(), "stop"
+        return Event(self, "", [], self.finish)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -642,9 +682,9 @@ class Engine:
         tokens = sum(count for _, count in plan)
         mode = self.shift if self.switch(tokens) == "shift" else self.base      # the switch
         batch, sampling = self._build(plan)
-        logits = self.model.forward(batch, mode)
+        logits, sums = self.model.forward(batch, mode)
         if self.rank == 0:
-            self._deliver(sampling, logits)
+            self._deliver(plan, sampling, logits, sums)
         self._record(plan, tokens, mode, start)
         return True
 
@@ -670,11 +710,20 @@ class Engine:
         self.closing, self.refusal = False, None
         return outputs
 
+    def embed(self, prompts, pooling="mean", dimensions=None):
+        """The vectors (prompts, dimensions) of texts or lists of token ids, float32, on rank 0.
+        As `generate`: call it on every rank."""
+        outputs = self.generate(prompts, Pooling(pooling, dimensions))
+        if outputs:
+            vectors = bytearray().join(output.vector for output in outputs)
+            return torch.frombuffer(vectors, dtype=torch.float32).view(len(outputs), -1)
+
     def _build(self, plan):
         """The plan as tensors, and [(request, draft)] of those whose next token this step samples:
         a row of logits for their last token and for each drafted one."""
         size = self.options.block_size
         token_ids, positions, slots, starts, rows, sampling = [], [], [], [0], [], []
+        pooled, pool_of = [request for request, _ in plan if request.pooling], []
         for request, count in plan:
             first, last = request.num_computed, request.num_computed + count
             known = len(request.tokens)
@@ -683,14 +732,19 @@ class Engine:
             positions += range(first, last)
             slots += [request.blocks[i // size] * size + i % size for i in range(first, last)]
             starts.append(starts[-1] + count)
-            if last >= known:
+            if pooled:
+                pool = pooled.index(request) if request.pooling else len(pooled)
+                joins = {"last": (known - 1,), "first": (0,)}.get(request.pooling, range(known))
+                pool_of += [pool if i in joins else len(pooled) for i in range(first, last)]
+            if last >= known and not request.pooling:
                 rows += range(starts[-1] - 1 - (last - known), starts[-1])
                 sampling.append((request, request.draft[:last - known]))
         pages = max(len(request.blocks) for request, _ in plan)
         tables = [request.blocks + [0] * (pages - len(request.blocks)) for request, _ in plan]
         contexts = [request.num_computed + count for request, count in plan]
         short = (torch.tensor(values, dtype=torch.int32) for values in (tables, starts, contexts))
-        batch = Batch(*map(torch.tensor, (token_ids, positions, slots)), *short, rows)
+        batch = Batch(*map(torch.tensor, (token_ids, positions, slots)), *short, rows,
+                      len(pooled), torch.tensor(pool_of))
         return batch.to(self.link.device), sampling
 
     def _record(self, plan, tokens, mode, start):
@@ -726,7 +780,8 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=int.from_bytes(os.urandom(8), "big"))
         with self.wake:
-            output = Output(next(self.ids), prompt, params, self.tokenizer, index, queue)
+            kind = Embedding if isinstance(params, Pooling) else Output
+            output = kind(next(self.ids), prompt, params, self.tokenizer, index, queue)
             self.inbox.append(output)
             self.wake.notify()
         return output
@@ -786,7 +841,7 @@ class Engine:
         if cancelled:
             self.on_events([Event(output, "", [], output.finish) for output in cancelled])
         message = {"sampled": self.sampled, "finished": self.finished,
-                   "added": [(output.id, output.prompt) for output in added],
+                   "added": [(output.id, output.prompt, output.pooling) for output in added],
                    "drafts": self.drafts,
                    "asks": [(what, value) for what, value, _ in [*self.asks]],
                    "stop": self.closing and not (self.outputs or self.inbox)}
@@ -794,10 +849,22 @@ class Engine:
         return message
 
     @torch.inference_mode()
-    def _deliver(self, sampling, logits):
-        """Sample, and tell the clients. The other ranks hear of it in the next message."""
-        if not sampling:
-            return
+    def _deliver(self, plan, sampling, logits, sums):
+        """What the step found, for the clients. The other ranks hear of it in the next message."""
+        pooled = [pair for pair in plan if pair[0].pooling]
+        events = [self.outputs[request.id].push(row, last=request.num_computed + count
+                                                == len(request.tokens))
+                  for (request, count), row in zip(pooled, () if sums is None else sums)]
+        if sampling:
+            events += self._sample(sampling, logits)
+        for output in {event.output.id: event.output for event in events if event.finish}.values():
+            self.finished.append(output.id)
+            del self.outputs[output.id]
+            self.file.request(output.id, output.arrived, output.last)
+        self.on_events(events)
+
+    def _sample(self, sampling, logits):
+        """Draw a token from each row of logits (rows, V); returns the Events."""
         rows = [(self.outputs[request.id], len(request.tokens), i) for request, draft in sampling
                 for i in range(len(draft) + 1)]
         for row, (output, _, i) in zip(logits, rows):
@@ -813,13 +880,9 @@ class Engine:
             self.sampled.append(output.tokens[-len(new):])
             self.drafted += len(draft)
             self.accepted += len(new) - 1
-            if output.finish:
-                self.finished.append(output.id)
-                del self.outputs[output.id]
-                self.file.request(output.id, output.arrived, output.last)
             if self.drafter:
                 self.drafts += self.drafter.next(output, room)
-        self.on_events(events)
+        return events
 
 
 # --------------------------------------------------------------------------------------------------
@@ -862,6 +925,10 @@ class Api:
         async def completions(body: CompletionBody, request: fastapi.Request):
             return await self._answer(body, request)
 
+        @app.post("/v1/embeddings")
+        async def embeddings(body: EmbeddingBody, request: fastapi.Request):
+            return await self._embed(body, request)
+
         @app.post("/v1/chat/completions")
         async def chat_completions(body: ChatBody, request: fastapi.Request):
             return await self._answer(body, request)
@@ -885,25 +952,15 @@ class Api:
                           f"{most} requests may run or wait", headers={"retry-after": "1"})
 
     async def _answer(self, body, request):
-        """Submit every choice of every prompt, all or none; stream or collect their events."""
-        prompts, n = body.prompts(), body.n or 1             # texts, ids, or conversations
-        self._admit(body, len(prompts) * n)
-        if not all(prompts):
-            raise UserError("the prompt is empty: give it at least one character or token id")
-        prompts = [await asyncio.to_thread(body.encode, self.tokenizer, one) for one in prompts]
+        """Submit every choice of every prompt; stream or collect their events."""
+        prompts, n = await self._encode(body), body.n or 1
         params = body.sampling(room=max(1, self.engine.max_model_len - len(prompts[0])))
         choices = [params if params.seed is None else replace(params, seed=params.seed + i)
                    for i in range(n)]
-        for prompt in prompts:
-            self.engine.admissible(prompt, params)
         prefix, whole, chunk = body.KIND
         head = {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
                 "object": chunk if body.stream else whole, "model": self.name}
-        call = asyncio.Queue()
-        call.name = head["id"]
-        outputs = [self.engine.submit(prompt, choice, i, call) for i, (prompt, choice)
-                   in enumerate(itertools.product(prompts, choices))]
-        call.guard = asyncio.create_task(self._cancel_after(request, outputs))
+        outputs = self._submit(head["id"], request, itertools.product(prompts, choices))
         if body.stream:
             return StreamingResponse(self._stream(body, head, outputs),
                                      media_type="text/event-stream")
@@ -912,6 +969,37 @@ class Api:
         return JSONResponse({**head, "usage": self._usage(outputs, n), "choices": [
             self._choice(body, output, output.text, output.samples, output.finish)
             for output in outputs]})
+
+    async def _encode(self, body):
+        """The prompts (texts, ids, or conversations) as token ids; outside the engine's thread."""
+        prompts = body.prompts()
+        self._admit(body, len(prompts) * (body.n or 1))
+        if not all(prompts):
+            raise UserError("the prompt is empty: give it at least one character or token id")
+        return await asyncio.to_thread(lambda: [body.encode(self.tokenizer, one)
+                                                for one in prompts])
+
+    def _submit(self, name, request, pairs):
+        """Queue all (prompt, params) or none; returns their Outputs, which share one queue."""
+        pairs = [*pairs]
+        for pair in pairs:
+            self.engine.admissible(*pair)
+        call = asyncio.Queue()
+        call.name = name
+        outputs = [self.engine.submit(*pair, i, call) for i, pair in enumerate(pairs)]
+        call.guard = asyncio.create_task(self._cancel_after(request, outputs))
+        return outputs
+
+    async def _embed(self, body, request):
+        """The vectors of all inputs, in order."""
+        params, most = Pooling(body.pooling or "mean", body.dimensions), self.engine.config.dim
+        if (body.dimensions or 1) > most:
+            raise UserError(f"dimensions = {body.dimensions} > the model's {most}")
+        outputs = self._submit(f"embd-{os.urandom(12).hex()}", request,
+                               [(prompt, params) for prompt in await self._encode(body)])
+        async for _ in self._events(outputs):
+            pass
+        return Response(body.answer(self.name, outputs), media_type="application/json")
 
     async def _cancel_after(self, request, outputs):
         """Forget what is unfinished when the answer has been sent, or its client has gone."""

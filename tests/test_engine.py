@@ -75,9 +75,9 @@ class Solo:
         forward = self.engine.model.forward
 
         def run(batch, mode):
-            logits = forward(batch, mode)
+            logits, sums = forward(batch, mode)
             self.logits += [] if logits is None else [*logits]
-            return logits
+            return logits, sums
         self.engine.model.forward = run
 
     def __call__(self, prompt, params):
