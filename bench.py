@@ -583,7 +583,7 @@ def parse(argv):
     """The command line. A mistake in it is a UserError, to be said in one line."""
     parser = Parser(description="Measured and simulated comparisons.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("peers", "prefill", "link"):
+    for name in ("peers", "prefill", "embeddings", "link"):
         peers.add_flags(commands.add_parser(name, allow_abbrev=False).add_argument)
     for name in ("crossover", "compare", "simulate", "figures"):
         add = commands.add_parser(name, allow_abbrev=False).add_argument
