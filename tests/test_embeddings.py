@@ -19,9 +19,9 @@ from serve import Engine, Pooling, UserError
 from shift import connect
 
 SPEC = "dim=48,layers=2,heads=8,kv_heads=2,head_dim=12,ffn=64,vocab=101,max_len=64"
-SMALL = dict(model=f"random:{SPEC}", threshold="16", max_step_tokens=24, max_seqs=4, kv_blocks=40,
+SMALL = dict(model=f"random:{SPEC}", threshold="20", max_step_tokens=24, max_seqs=4, kv_blocks=40,
              block_size=4)
-LENGTHS = (9, 1, 30, 17, 2, 40, 5, 16)
+LENGTHS = (9, 1, 30, 17, 2, 40, 5, 11)
 KINDS = "mean", "last", "first"
 JOBS = [(P, sp, tp, mode) for P in (1, 2, 4) for sp, tp in factorizations(P)
         for mode in ("shift", "sp") if mode == "shift" or sp > 1]
