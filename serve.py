@@ -43,10 +43,11 @@ from assets.explain import explain
 from assets.metrics import Metrics
 from assets.page import add_page
 from assets.protocol import ChatBody, CompletionBody, EmbeddingBody, Failure, Gate
+from assets.tokenizer import RawTokens, Tokenizer
 from assets.trace_file import TraceFile
 from kernels import NativeKernels, TorchKernels, why_not_native
-from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
-                   Tokenizer, find_model, sample)
+from model import (Batch, Checkpoint, Config, Llama, RandomWeights, SamplingParams, find_model,
+                   sample)
 from shift import (STOPS, Layout, Link, LostRank, Step, Switch, Trace, UserError, both_modes,
                    connect, cores, launch, split_ranks)
 

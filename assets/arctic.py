@@ -7,7 +7,7 @@ All engines live in one world and take turns, so that what else the machine does
 """
 import argparse
 import random
-import re
+
 import sys
 import time
 from pathlib import Path

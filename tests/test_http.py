@@ -19,7 +19,8 @@ from types import SimpleNamespace
 import openai
 import pytest
 
-from model import Config, RawTokens, Sample, SamplingParams, Tokenizer
+from assets.tokenizer import RawTokens, Tokenizer
+from model import Config, Sample, SamplingParams
 from serve import Api, ChatBody, CompletionBody, Failure, Output, UserError
 from server import JSON, ROOT, Server, events, needs_proc, wait_for
 

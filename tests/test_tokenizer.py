@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from common import NoLink, oracle_logits, requests, step
 from kernels import TorchKernels
-from model import Checkpoint, Config, Llama, RawTokens, Tokenizer
+from assets.tokenizer import RawTokens, Tokenizer
+from model import Checkpoint, Config, Llama
 from shift import Layout, UserError, both_modes
 
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
