@@ -482,8 +482,8 @@ class Engine:
     @torch.inference_mode()
     def _time_step(self, name, tokens):
         """Seconds of a forward pass over prompts of up to TIMED tokens. Two layers stand for all,
-        as they are alike (SwiftKV's too, but between the modes); the logits are run too: with few
-        tokens their collectives count."""
+        as they are alike; the logits are run too: with few tokens their collectives count. What
+        SwiftKV does after its first layers takes as long in either mode, and is left out."""
         length = min(self.TIMED, tokens, self.max_model_len)
         blocks = [*range(self.scheduler.blocks.pages(length))]           # all prompts write to them
         prompts = [[0] * min(length, tokens - first) for first in range(0, tokens, length)]
