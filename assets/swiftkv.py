@@ -7,9 +7,9 @@ Layers M and up take keys and values from the residual stream that leaves layer 
 arXiv 2410.03960), by projections that start as those of the Llama. The new directory holds these
 alone: its index names the Llama's own files for the rest, by relative paths.
 
-The change costs quality, and distillation gives most of it back: with --distil the new projections
-learn, on the stories of train_tiny.py, to lead to the Llama's own probabilities. The loss on held-out
-stories and a sample are printed for the Llama, the new model, and what it has learnt.
+The change costs quality, and distillation gives most of it back: with --distil the new tensors
+learn, on the corpus of train_tiny.py, to lead to the Llama's own probabilities. The loss on held-out
+text and a sample are printed for the Llama, for the new model as it starts, and as it has learnt.
 """
 import argparse
 import json
