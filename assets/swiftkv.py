@@ -8,8 +8,8 @@ arXiv 2410.03960), by projections that start as those of the Llama. The new dire
 alone: its index names the Llama's own files for the rest, by relative paths.
 
 The change costs quality, and distillation gives most of it back: with --distil the new tensors
-learn, on the corpus of train_tiny.py, to lead to the Llama's own probabilities. The loss on held-out
-text and a sample are printed for the Llama, for the new model as it starts, and as it has learnt.
+learn, on the corpus of train_tiny.py, to lead to the Llama's own probabilities. The loss on text
+held out, and a sample, are printed for the Llama, and for the new model before and after.
 """
 import argparse
 import json
