@@ -20,7 +20,7 @@ import json
 import math
 import mmap
 from collections import namedtuple
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from shift import UserError, token_slices
 # Configuration
 
 FAMILIES = {"LlamaForCausalLM": {}, "Qwen2ForCausalLM": {"qkv_bias": True},
-            "Qwen3ForCausalLM": {"qk_norm": True}}
+            "Qwen3ForCausalLM": {"qk_norm": True}, "LlamaSwiftKVForCausalLM": {}}
 ROPES = {"default": (), "linear": ("factor",),                # the scalings and what they need
          "llama3": ("factor", "low_freq_factor", "high_freq_factor",
                     "original_max_position_embeddings")}
@@ -44,7 +44,8 @@ ROPES = {"default": (), "linear": ("factor",),                # the scalings and
 class Config:
     """The shape of a Llama; the defaults are those of `random:` models."""
     dim: int = 512                     # D
-    layers: int = 8
+    layers: int = 8                    # L
+    num_key_value_layers: int = 0      # m of SwiftKV; 0 means L, so that there is none of it
     heads: int = 16                    # H
     kv_heads: int = 8                  # K
     head_dim: int = 0                  # Dh; 0 means D / H
@@ -63,6 +64,9 @@ class Config:
     def __post_init__(self):
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.dim // self.heads)
+        if not 0 <= self.num_key_value_layers <= self.layers:
+            raise UserError(f"num_key_value_layers = {self.num_key_value_layers} must be between 0 "
+                            f"(no SwiftKV) and {self.layers}, the number of layers")
         if self.heads % self.kv_heads:
             raise UserError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads "
                             f"equally")
@@ -73,6 +77,12 @@ class Config:
         if kind not in ROPES or not self.rope.keys() >= set(ROPES[kind]):
             raise UserError(f"rope {self.rope} is not supported; these rope_types are, with what "
                             f"each needs: {ROPES}")
+
+    @property
+    def swiftkv(self):
+        """Layers m ... L-1, which all take K and V from the residual stream leaving layer m-1
+        ("SwiftKV", arXiv 2410.03960)."""
+        return range(self.num_key_value_layers or self.layers, self.layers)
 
     @classmethod
     def random(cls, spec):
@@ -98,7 +108,7 @@ class Config:
                             f"{', '.join(FAMILIES)}")
         for key, plain in (("quantization_config", None), ("attention_bias", False),
                            ("mlp_bias", False), ("use_sliding_window", False),
-                           ("hidden_act", "silu")):
+                           ("hidden_act", "silu"), ("key_value_group_size", 1)):
             if (hf.get(key) or plain) != plain:
                 raise UserError(f"{directory}: {key} = {str(hf[key])[:60]} is not supported, "
                                 f"only {plain}")
@@ -112,11 +122,11 @@ class Config:
             eos |= set(ids) if isinstance(ids, list) else {ids}
         try:
             return cls(
-                dim=hf["hidden_size"], layers=hf["num_hidden_layers"],
-                heads=hf["num_attention_heads"],
+                dim=hf["hidden_size"], layers=hf["num_hidden_layers"], ffn=hf["intermediate_size"],
+                num_key_value_layers=hf.get("num_key_value_layers") or 0, vocab=hf["vocab_size"],
+                heads=hf["num_attention_heads"], head_dim=hf.get("head_dim") or 0,
                 kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-                head_dim=hf.get("head_dim") or 0, ffn=hf["intermediate_size"],
-                vocab=hf["vocab_size"], max_len=hf.get("max_position_embeddings", 2048),
+                max_len=hf.get("max_position_embeddings", 2048),
                 norm_eps=hf.get("rms_norm_eps", 1e-6), tied=hf.get("tie_word_embeddings", False),
                 rope=rope, dtype=hf.get("dtype") or hf.get("torch_dtype") or "float32",
                 eos=tuple(sorted(eos - {None})), **FAMILIES[family])
@@ -129,14 +139,17 @@ class Config:
         shapes = {"model.embed_tokens.weight": (self.vocab, D), "model.norm.weight": (D,)}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, D)
+        if self.swiftkv:
+            shapes["model.norm_swiftkv.weight"] = (D,)
         for i in range(self.layers):
+            kind = "_swiftkv" * (i in self.swiftkv)
             layer = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,),
-                     "self_attn.q_proj.weight": (q, D), "self_attn.k_proj.weight": (kv, D),
-                     "self_attn.v_proj.weight": (kv, D), "self_attn.o_proj.weight": (D, q),
+                     **{f"self_attn.{x}_proj{kind}.weight": (q if x == "q" else kv, D)
+                        for x in "qkv"}, "self_attn.o_proj.weight": (D, q),
                      "mlp.gate_proj.weight": (self.ffn, D), "mlp.up_proj.weight": (self.ffn, D),
                      "mlp.down_proj.weight": (D, self.ffn)}
             if self.qkv_bias:
-                layer |= {f"self_attn.{x}_proj.bias": (q if x == "q" else kv,) for x in "qkv"}
+                layer |= {f"self_attn.{x}_proj{kind}.bias": (q if x == "q" else kv,) for x in "qkv"}
             if self.qk_norm:
                 layer |= {f"self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -189,8 +202,10 @@ class Checkpoint(dict):
                 raise UserError(f"{path} is not a whole safetensors file ({e}): fetch it again")
         look = [(name, w.dtype, w.flatten()[:8].tolist()) for name, w in sorted(self.items())]
         self.fingerprint = hashlib.blake2b(repr(look).encode()).hexdigest()
-        # a tied model may store its head again, and old files keep the rotary frequencies
-        spare = ("rotary_emb.inv_freq", *["lm_head.weight"] * config.tied)
+        # a tied model may store its head again, old files keep the rotary frequencies, and those of
+        # SwiftKV the projections of the model that it was made from
+        spare = ("rotary_emb.inv_freq", *["lm_head.weight"] * config.tied,
+                 *(f"layers.{i}.self_attn.{x}_proj.weight" for i in config.swiftkv for x in "qkv"))
         wanted = config.tensors()
         found = {name: tuple(w.shape) for name, w in self.items()
                  if name in wanted or not name.endswith(spare)}
@@ -255,7 +270,7 @@ def shard_vocab(w, ranks, rank):
 class LayerWeights:
     """One rank's weights of one layer, for one mode of `blocks` blocks: sp in base, 1 in shift."""
     attention_norm: torch.Tensor       # (D,)
-    qkv: torch.Tensor                  # (blocks, D, C)
+    qkv: torch.Tensor                  # (blocks, D, C)       SwiftKV: q alone, (1, D, h*Dh)
     o: torch.Tensor                    # (blocks, h*Dh, D)
     mlp_norm: torch.Tensor             # (D,)
     gate_up: torch.Tensor              # (blocks, D, 2f)
@@ -263,6 +278,7 @@ class LayerWeights:
     qkv_bias: torch.Tensor = None      # (blocks, C)  Qwen2
     q_norm: torch.Tensor = None        # (Dh,)        Qwen3
     k_norm: torch.Tensor = None        # (Dh,)
+    kv: torch.Tensor = None            # (1, D, 2k*Dh)        SwiftKV: with it, one block only
 
     def block(self, s):
         """The same layer with block number s alone: views, no bytes of their own."""
@@ -286,9 +302,10 @@ class Batch:
     rows: list                         # the tokens whose logits are wanted, rising, 0 <= row < T
     pools: int = 0                     # sums of final hidden states that are wanted, and
     pool_of: torch.Tensor = None       # (T,) int64  which of them each token joins; `pools`: none
+    swiftkv: torch.Tensor = None       # (T, D) what later layers make K and V of; made in a step
 
     def to(self, device):
-        return Batch(**{name: value.to(device) if isinstance(value, torch.Tensor) else value
+        return Batch(**{name: value.to(device) if torch.is_tensor(value) else value
                         for name, value in vars(self).items()})
 
 
@@ -304,27 +321,32 @@ class Llama:
 
         def load_layer(i):
             weight = lambda name: source[f"model.layers.{i}.{name}.weight"]
-            q, k, v, o = (weight(f"self_attn.{x}_proj") for x in "qkvo")
+            swift, width = i in config.swiftkv, layout.h * Dh
+            kind = "_swiftkv" * swift
+            # SwiftKV's layers run in shift mode only, and are stored so: this rank's block alone
+            own = (layout.shift, layout.block(rank)) if swift else (layout, rank)
+            qkv = shard_qkv(*(weight(f"self_attn.{x}_proj{kind}") for x in "qkv"), *own, Dh)
             layer = LayerWeights(
                 attention_norm=put(weight("input_layernorm")),
-                qkv=put(shard_qkv(q, k, v, layout, rank, Dh)),
-                o=put(shard_columns(o, layout, rank, layout.h * Dh)),
+                qkv=put(qkv[..., :width] if swift else qkv),
+                o=put(shard_columns(weight("self_attn.o_proj"), *own, width)),
                 mlp_norm=put(weight("post_attention_layernorm")),
-                gate_up=put(shard_gate_up(weight("mlp.gate_proj"), weight("mlp.up_proj"), layout,
-                                          rank)),
-                down=put(shard_columns(weight("mlp.down_proj"), layout, rank, layout.f)))
+                gate_up=put(shard_gate_up(weight("mlp.gate_proj"), weight("mlp.up_proj"), *own)),
+                down=put(shard_columns(weight("mlp.down_proj"), *own, layout.f)),
+                kv=put(qkv[..., width:]) if swift else None)
             if config.qkv_bias:
-                biases = (source[f"model.layers.{i}.self_attn.{x}_proj.bias"] for x in "qkv")
-                layer.qkv_bias = put(shard_qkv(*biases, layout, rank, Dh))
+                biases = (source[f"model.layers.{i}.self_attn.{x}_proj{kind}.bias"] for x in "qkv")
+                layer.qkv_bias = put(shard_qkv(*biases, *own, Dh))
             if config.qk_norm:
                 layer.q_norm, layer.k_norm = (put(weight(f"self_attn.{x}_norm")) for x in "qk")
             return layer
 
         base = [load_layer(i) for i in range(config.layers)]
-        shift = [layer.block(self.base.s) for layer in base]
+        shift = [layer.block(self.base.s) if layer.kv is None else layer for layer in base]
         self.weights = {"base": base, "shift": shift}
         self.embedding = put(source["model.embed_tokens.weight"])                   # (V, D)
         self.norm = put(source["model.norm.weight"])
+        self.norm_swiftkv = put(source["model.norm_swiftkv.weight"]) if config.swiftkv else None
         head = self.embedding if config.tied else source["lm_head.weight"]
         self.head = put(shard_vocab(head, layout.ranks, rank).T)                 # (D, V/P)
         self.cos, self.sin = (table.to(self.device) for table in rope_tables(config, max_len))
@@ -344,8 +366,12 @@ class Llama:
     def forward(self, batch, mode):
         """Run a step; returns (logits, sums): the logits (rows, V) of `batch.rows` on rank 0, None
         elsewhere; and the pooled hidden states (pools, D), None if there are no pools."""
-        x = self.embed(batch, mode)
-        x = self.run_layers(x, 0, self.config.layers, mode, batch)
+        x, later = self.embed(batch, mode), self.config.swiftkv
+        x = self.run_layers(x, 0, later.start, mode, batch)
+        if later:
+            x, batch = self.swift_kv(x, batch, mode)
+            mode = self.shift                           # a shift inside the forward
+            x = self.run_layers(x, later.start, later.stop, mode, batch)
         self.link.mark("logits")
         logits = self.logits(x, batch.rows, mode, len(batch.token_ids))
         return logits, self.pool(x, batch, mode) if batch.pools else None
@@ -355,11 +381,36 @@ class Llama:
         return self.embedding[batch.token_ids.split(token_slices(len(batch.token_ids), mode.sp))[
             mode.s]]
 
+    def swift_kv(self, x, batch, mode):
+        """Between layers m-1 and m: x (t, D) of `mode` -> x (n, D) of the n wanted rows, and the
+        Batch for the later layers. It has all T tokens, the wanted ones first: all of them leave
+        keys and values there, but only these bring queries; to attention, the rest are padding.
+        """
+        # of each request, its last tokens; all of them if there are hidden states to pool
+        rows = [*range(len(batch.token_ids))] if batch.pools else batch.rows
+        assert {row + 1 for row in rows} <= {*rows, *batch.query_starts.tolist()}, rows
+        x = self.gather(x, token_slices(len(batch.token_ids), mode.sp), mode, "swiftkv")   # (T, D)
+        order = torch.tensor(rows + sorted({*range(len(x))} - {*rows}), device=x.device)
+        starts = torch.searchsorted(order[:len(rows)].int(), batch.query_starts, out_int32=True)
+        tokens = {name: getattr(batch, name)[order]
+                  for name in ("token_ids", "positions", "slot_mapping")}
+        y = self.kernels.rms_norm(x[order], self.norm_swiftkv, self.config.norm_eps)
+        return x[rows], replace(                        # contexts end where they did
+            batch, **tokens, query_starts=starts, swiftkv=y,
+            rows=batch.rows if batch.pools else [*range(len(rows))])
+
+    def gather(self, x, counts, mode, what):
+        """The rows x of every slice, counts[s] of slice s -> (sum(counts), D), on all ranks."""
+        if mode.sp == 1:
+            return x
+        return self.link.all_to_all(x.repeat(mode.sp, 1), [len(x)] * mode.sp, counts,
+                                    mode.sp_group, what)        # a copy for each destination
+
     def run_layers(self, x, first, last, mode, batch):
         """Layers first ... last-1 on x (t, D), this rank's slice of the tokens, in place."""
         c, ops, link, sp = self.config, self.kernels, self.link, mode.sp
         h, k, Dh = self.layout.h, self.layout.k, c.head_dim
-        C, T, t = (h + 2 * k) * Dh, len(batch.token_ids), x.shape[0]
+        T, t = len(batch.token_ids), x.shape[0]
         slices = token_slices(T, sp)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]             # (T, 1, Dh)
         for i in range(first, last):
@@ -367,9 +418,12 @@ class Llama:
             link.mark(f"layer {i}")
             y = ops.rms_norm(x, w.attention_norm, c.norm_eps)
             qkv = ops.matmul(y, w.qkv)                  # (t, D) @ (sp, D, C) -> (sp, t, C)
+            if w.kv is not None:                        # q of the first t tokens, k and v of all T
+                # (1, t, h*Dh), rows of zeros under it; (T, D) @ (1, D, 2k*Dh) -> (1, T, C)
+                qkv = torch.cat([F.pad(qkv, (0, 0, 0, T - t)), ops.matmul(batch.swiftkv, w.kv)], -1)
             if w.qkv_bias is not None:
                 qkv += w.qkv_bias[:, None]
-            qkv = qkv.view(sp * t, C)                   # already ordered by destination: no copy
+            qkv = qkv.flatten(0, 1)                     # already ordered by destination: no copy
             if sp > 1:                                  # my tokens, all heads -> all, my heads
                 qkv = link.all_to_all(qkv, [t] * sp, slices, mode.sp_group, "qkv")  # -> (T, C)
             qkv = qkv.view(T, h + 2 * k, Dh)
@@ -381,16 +435,14 @@ class Llama:
             if sp > 1:                                  # all tokens, my heads -> mine, all heads
                 o = link.all_to_all(o, slices, [t] * sp, mode.sp_group, "attention")
                 o = o.view(sp, t, h * Dh).transpose(0, 1).reshape(t, sp * h * Dh)
-            o = ops.matmul(o, w.o.flatten(0, 1))        # (t, sp*h*Dh) @ (sp*h*Dh, D) -> (t, D)
-            if mode.tp > 1:
-                o = link.all_reduce(o, mode.tp_group, "o")
-            x += o
+            elif t == 0:                                # SwiftKV, no wanted row: K and V are written
+                continue
+            o = ops.matmul(o[:t], w.o.flatten(0, 1))    # (t, sp*h*Dh) @ (sp*h*Dh, D) -> (t, D)
+            x += link.all_reduce(o, mode.tp_group, "o") if mode.tp > 1 else o
             y = ops.rms_norm(x, w.mlp_norm, c.norm_eps)
             y = ops.silu_mul(ops.matmul(y, w.gate_up))  # (t, D) @ (sp, D, 2f) -> (t, sp*f)
             y = ops.matmul(y, w.down.flatten(0, 1))     # (t, sp*f) @ (sp*f, D) -> (t, D)
-            if mode.tp > 1:
-                y = link.all_reduce(y, mode.tp_group, "mlp")
-            x += y
+            x += link.all_reduce(y, mode.tp_group, "mlp") if mode.tp > 1 else y
         return x
 
     def logits(self, x, rows, mode, T):
@@ -404,9 +456,7 @@ class Llama:
         owned = [[row - first for row in rows if first <= row < end]
                  for first, end in zip(starts, starts[1:])]     # the rows of each slice
         y = self.kernels.rms_norm(x[owned[mode.s]], self.norm, self.config.norm_eps)
-        if mode.sp > 1:                                 # a copy for each destination -> (n, D)
-            y = self.link.all_to_all(y.repeat(mode.sp, 1), [len(y)] * mode.sp,
-                                     [len(o) for o in owned], mode.sp_group, "logits")
+        y = self.gather(y, [len(o) for o in owned], mode, "logits")                 # (n, D)
         logits = self.kernels.matmul(y, self.head)      # (n, V/P), cut unevenly
         P, rank = self.link.size, self.link.rank
         if P > 1:                                       # (V/P, n) to rank 0 -> (V, n) -> (n, V)

@@ -633,14 +633,16 @@ class Engine:
     @torch.inference_mode()
     def _time_step(self, name, tokens):
         """Seconds of a forward pass over prompts of up to TIMED tokens. Two layers stand for all,
-        as they are alike; the logits are run too: with few tokens their collectives count."""
+        as they are alike; the logits are run too: with few tokens their collectives count. What
+        SwiftKV does after its first layers takes as long in either mode, and is left out."""
         length = min(self.TIMED, tokens, self.max_model_len)
         blocks = [*range(self.scheduler.blocks.pages(length))]           # all prompts write to them
         prompts = [[0] * min(length, tokens - first) for first in range(0, tokens, length)]
         batch, _ = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
                                 for prompt in prompts])
         mode = self.base if name == "base" else self.shift
-        x, run = self.model.embed(batch, mode), min(2, self.config.layers)
+        x, last = self.model.embed(batch, mode), self.config.swiftkv.start
+        run = min(2, last)
 
         def now():
             if self.link.device.type == "cuda":
@@ -651,7 +653,7 @@ class Engine:
         self.model.run_layers(x, 0, run, mode, batch)
         middle = now()
         self.model.logits(x, batch.rows, mode, tokens)
-        return (middle - start) * self.config.layers / run + now() - middle
+        return (middle - start) * last / run + now() - middle
 
     def _same_everywhere(self, **values):
         """Ranks that were started differently would wait for each other for ever: say so."""

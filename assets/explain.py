@@ -10,6 +10,7 @@ LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my
           "attention": ("(T, h*Dh) -> (sp*t, h*Dh)", "all tokens, my heads -> mine, all heads"),
           "o": ("(t, D)", "the sum of all ranks' heads"),
           "mlp": ("(t, D)", "the sum of all ranks' MLP columns"),
+          "swiftkv": ("(sp*t, D) -> (T, D)", "my tokens -> all tokens, for later layers' K and V"),
           "logits": ("", "rows to all ranks, their slices of the vocabulary to rank 0")}
 
 
