@@ -18,7 +18,8 @@ from assets.swiftkv import convert
 from common import (BLOCK_SIZE, NoLink, factorizations, links, random_texts, requests, small_config,
                     step, world, write_checkpoint)
 from kernels import NativeKernels, TorchKernels, why_not_native
-from model import Checkpoint, Config, Llama, RandomWeights, SamplingParams, Tokenizer
+from assets.tokenizer import Tokenizer
+from model import Checkpoint, Config, Llama, RandomWeights, SamplingParams
 from serve import Engine
 from shift import Layout, UserError, both_modes
 
