@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from assets.explain import explain
+from assets.explain import announce, explain
 from assets.metrics import Metrics
 from assets.page import add_page
 from assets.protocol import ChatBody, CompletionBody, EmbeddingBody, Failure, Gate
@@ -1168,14 +1168,7 @@ def start_http(engine, flags, listener, began):
     thread.start()
     while thread.is_alive() and not server.started:
         time.sleep(0.01)
-    host, port = listener.getsockname()[:2]
-    if not (flags.api_key or host.startswith("127.") or host == "::1"):
-        print(f"serve.py: warning: no --api-key, and {host} is public", file=sys.stderr, flush=True)
-    print(f"nanoshift: {name}, {engine.link.size} ranks (sp {engine.layout.sp} x tp "
-          f"{engine.layout.tp}), {engine.link.backend} link{engine.remark}, context "
-          f"{engine.max_model_len}, {engine.num_blocks} KV blocks\n"
-          f"switch: {engine.switch} ({engine.switch.why})\n"
-          f"ready in {time.perf_counter() - began:.1f} s: http://{host}:{port}", flush=True)
+    announce(engine, name, flags, listener.getsockname(), time.perf_counter() - began)
 
     def finish():
         server.should_exit = True
