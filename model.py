@@ -435,7 +435,7 @@ class Llama:
             if sp > 1:                                  # all tokens, my heads -> mine, all heads
                 o = link.all_to_all(o, slices, [t] * sp, mode.sp_group, "attention")
                 o = o.view(sp, t, h * Dh).transpose(0, 1).reshape(t, sp * h * Dh)
-            elif t == 0:                                # SwiftKV, no wanted row: K and V are written
+            elif t == 0:                                # SwiftKV, no row wanted: K, V are written
                 continue
             o = ops.matmul(o[:t], w.o.flatten(0, 1))    # (t, sp*h*Dh) @ (sp*h*Dh, D) -> (t, D)
             x += link.all_reduce(o, mode.tp_group, "o") if mode.tp > 1 else o

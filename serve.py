@@ -641,8 +641,7 @@ class Engine:
         batch, _ = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
                                 for prompt in prompts])
         mode = self.base if name == "base" else self.shift
-        x, last = self.model.embed(batch, mode), self.config.swiftkv.start
-        run = min(2, last)
+        x, run = self.model.embed(batch, mode), min(2, self.config.swiftkv.start)
 
         def now():
             if self.link.device.type == "cuda":
@@ -653,7 +652,7 @@ class Engine:
         self.model.run_layers(x, 0, run, mode, batch)
         middle = now()
         self.model.logits(x, batch.rows, mode, tokens)
-        return (middle - start) * last / run + now() - middle
+        return (middle - start) * self.config.swiftkv.start / run + now() - middle
 
     def _same_everywhere(self, **values):
         """Ranks that were started differently would wait for each other for ever: say so."""
