@@ -24,7 +24,7 @@ import unicodedata
 from collections import namedtuple
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from shift import UserError, token_slices
+from shift import UserError, collectives_of, token_slices
 
 # --------------------------------------------------------------------------------------------------
 # Configuration
@@ -332,7 +332,7 @@ class Llama:
         head = self.embedding if config.tied else source["lm_head.weight"]
         self.head = put(shard_vocab(head, layout.ranks, rank).T)                 # (D, V/P)
         self.cos, self.sin = (table.to(self.device) for table in rope_tables(config, max_len))
-        self.kv = []
+        self.kv, self.graphs = [], []                           # graphs: the largest first
 
     def allocate_kv(self, blocks, block_size):
         """A zeroed pool (2, N, k, B, Dh) for each layer: this rank's KV heads, in both modes."""
@@ -347,10 +347,15 @@ class Llama:
     @torch.inference_mode()
     def forward(self, batch, mode):
         """Run a step; returns the logits (rows, V) of `batch.rows` on rank 0, None elsewhere."""
-        x = self.embed(batch, mode)
-        x = self.run_layers(x, 0, self.config.layers, mode, batch)
+        tokens = len(batch.token_ids)
+        fits = [graph for graph in self.graphs if mode is self.shift and tokens <= graph.size]
+        x = fits[-1].run(batch) if fits else self.hidden(batch.to(self.device), mode)
         self.link.mark("logits")
-        return self.logits(x, batch.rows, mode, len(batch.token_ids))
+        return self.logits(x, batch.rows, mode, tokens)
+
+    def hidden(self, batch, mode):
+        """x (t, D) of this rank's slice of the tokens, after the last layer."""
+        return self.run_layers(self.embed(batch, mode), 0, self.config.layers, mode, batch)
 
     def embed(self, batch, mode):
         """The embeddings (t, D) of this rank's slice of the tokens."""
@@ -417,6 +422,60 @@ class Llama:
                 logits.mT.contiguous(), [slices[rank]] + [0] * (P - 1),
                 [count * (rank == 0) for count in slices], self.link.everyone, "logits").mT
         return None if rank else logits.float().contiguous()
+
+
+# --------------------------------------------------------------------------------------------------
+# CUDA graphs
+
+
+graph_memory = cache(torch.cuda.graph_pool_handle)      # one pool for all: no two run at a time
+
+
+def cuda_capture(function):
+    """Note which kernels `function` launches, NCCL's too, without running them. Returns a function
+    that launches them all at once, on the same memory, and the tensor that then has the result."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog, a thread, may look at its events meanwhile
+    with torch.cuda.graph(graph, pool=graph_memory(), capture_error_mode="thread_local"):
+        x = function()
+    return graph.replay, x
+
+
+class Graph:
+    """`Llama.hidden` in shift mode for up to `size` tokens, captured once and replayed. With few
+    tokens the kernels are shorter than the time to launch them one by one.
+
+    A replay reads where the capture read: a Batch of `size` tokens and requests, of which a step
+    fills the first. The rest has no slot, so it never gets into the KV cache, and belongs to no
+    request, so no real token attends to it: padding costs time and bytes, and changes nothing.
+    (In base mode it would: it moves the slices.) The logits stay outside, as their rows vary.
+
+    pages    the longest block table
+    capture  as `cuda_capture`
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model, size, pages, capture=cuda_capture):
+        zeros = partial(torch.zeros, dtype=torch.int32, device=model.device)
+        self.size, self.link = size, model.link
+        # -1: no slot, and the last token and position, which will do as well as any
+        self.inputs = Batch(*(zeros(3, size) - 1).long(), zeros(size, pages), zeros(size + 1),
+                            zeros(size), rows=[])
+        function = partial(model.hidden, self.inputs, model.shift)
+        function()                     # compiles kernels and connects ranks, which no graph can
+        self.link.log.clear()
+        self.replay, self.x = capture(function)
+        self.calls = collectives_of(self.link.log)
+
+    def run(self, batch):
+        """x (size, D): its first rows are the step's."""
+        self.inputs.slot_mapping.fill_(-1)
+        self.inputs.query_starts.fill_(len(batch.token_ids))             # no queries
+        for static, tensor in zip(vars(self.inputs).values(), [*vars(batch).values()][:-1]):
+            static[tuple(map(slice, tensor.shape))].copy_(tensor)        # all but the rows
+        self.replay()
+        self.link.repeat(self.calls)   # while the GPU works
+        return self.x
 
 
 def rope_tables(config, length):
