@@ -489,15 +489,15 @@ class Engine:
         sample(logits, [SamplingParams(seed=0)] * seqs, range(seqs))
 
     def _capture(self, **capture):
-        """CUDA graphs for the steps that the switch runs in shift mode. A replay cannot be traced,
-        nor its link be slowed down: then all steps are eager."""
+        """CUDA graphs of the steps that the switch runs in shift mode; the small ones fit in the
+        memory of the large. A replay cannot be traced, nor its link be slowed: then none is made."""
         options, start, before = self.options, time.perf_counter(), torch.cuda.memory_reserved()
         eager = options.eager or options.trace or options.explain > 1 or self.link.emulate
         pages = self.scheduler.blocks.pages(self.max_model_len)
         self.model.graphs = [Graph(self.model, size, pages, **capture) for size in self.GRAPHED
                              if not eager and self.switch.shift[size:size + 1] == [True]]
-        self.remark += (f", {len(self.model.graphs)} CUDA graphs (in {time.perf_counter() - start:.1f}"
-                        f" s, {(torch.cuda.memory_reserved() - before) >> 20} MiB)")
+        seconds, nbytes = time.perf_counter() - start, torch.cuda.memory_reserved() - before
+        self.remark += f", {len(self.model.graphs)} CUDA graphs ({seconds:.1f} s, {nbytes >> 20} MiB)"
 
     def _make_switch(self):
         options, most = self.options, self.options.max_step_tokens
