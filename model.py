@@ -24,7 +24,7 @@ import unicodedata
 from collections import namedtuple
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -428,15 +428,15 @@ class Llama:
 # CUDA graphs
 
 
-graph_memory = cache(torch.cuda.graph_pool_handle)      # one pool for all: no two run at a time
-
-
-def cuda_capture(function):
+def cuda_capture(function, pool):
     """Note which kernels `function` launches, NCCL's too, without running them. Returns a function
-    that launches them all at once, on the same memory, and the tensor that then has the result."""
+    that launches them all at once, on the same memory, and the tensor that then has the result.
+
+    pool    a torch.cuda.graph_pool_handle(): graphs may share one, if they never run side by side
+    """
     graph = torch.cuda.CUDAGraph()
     # thread_local: NCCL's watchdog, a thread, may look at its events meanwhile
-    with torch.cuda.graph(graph, pool=graph_memory(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         x = function()
     return graph.replay, x
 
@@ -451,11 +451,11 @@ class Graph:
     (In base mode it would: it moves the slices.) The logits stay outside, as their rows vary.
 
     pages    the longest block table
-    capture  as `cuda_capture`
+    capture  as `cuda_capture`, its pool given
     """
 
     @torch.inference_mode()
-    def __init__(self, model, size, pages, capture=cuda_capture):
+    def __init__(self, model, size, pages, capture):
         zeros = partial(torch.zeros, dtype=torch.int32, device=model.device)
         self.size, self.link = size, model.link
         # -1: no slot, and the last token and position, which will do as well as any

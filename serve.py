@@ -32,6 +32,7 @@ from array import array
 from collections import Counter, OrderedDict, deque, namedtuple
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -46,7 +47,7 @@ from assets.metrics import Metrics
 from assets.page import add_page
 from kernels import NativeKernels, TorchKernels, why_not_native
 from model import (Batch, Checkpoint, Config, Graph, Llama, RandomWeights, RawTokens,
-                   SamplingParams, Tokenizer, find_model, sample)
+                   SamplingParams, Tokenizer, cuda_capture, find_model, sample)
 from shift import (STOPS, Layout, Link, LostRank, Switch, Trace, UserError, both_modes, connect,
                    cores, launch, split_ranks)
 
@@ -417,7 +418,7 @@ class Engine:
             self.model.allocate_kv(self.num_blocks, self.options.block_size)
         if self.link.device.type == "cuda":
             with self.link.together():
-                self._capture()
+                self._capture(partial(cuda_capture, pool=torch.cuda.graph_pool_handle()))
         self.link.counts.clear()       # of what was only tried
         self.trace = Trace(self.link, self.options.trace, self.options.trace_steps)
         self.sampled, self.finished = [], []
@@ -488,16 +489,16 @@ class Engine:
         logits = torch.zeros(seqs, self.config.vocab, device=self.link.device)
         sample(logits, [SamplingParams(seed=0)] * seqs, range(seqs))
 
-    def _capture(self, **capture):
+    def _capture(self, capture):
         """CUDA graphs of the steps that the switch runs in shift mode; the small ones fit in the
-        memory of the large. A replay cannot be traced, nor its link be slowed: then none is made."""
+        memory of the large. A replay can not be traced, nor its link slowed: then none is made."""
         options, start, before = self.options, time.perf_counter(), torch.cuda.memory_reserved()
         eager = options.eager or options.trace or options.explain > 1 or self.link.emulate
         pages = self.scheduler.blocks.pages(self.max_model_len)
-        self.model.graphs = [Graph(self.model, size, pages, **capture) for size in self.GRAPHED
+        self.model.graphs = [Graph(self.model, size, pages, capture) for size in self.GRAPHED
                              if not eager and self.switch.shift[size:size + 1] == [True]]
-        seconds, nbytes = time.perf_counter() - start, torch.cuda.memory_reserved() - before
-        self.remark += f", {len(self.model.graphs)} CUDA graphs ({seconds:.1f} s, {nbytes >> 20} MiB)"
+        seconds, memory = time.perf_counter() - start, torch.cuda.memory_reserved() - before
+        self.remark += f", {len(self.model.graphs)} CUDA graphs ({seconds:.1f} s, {memory:,} bytes)"
 
     def _make_switch(self):
         options, most = self.options, self.options.max_step_tokens

@@ -181,7 +181,7 @@ def test_a_capture_meets_no_value_of_a_tensor():
 
 
 def run(engine, draw):
-    """Traffic that comes and goes. Returns the texts, the steps, and the calls and bytes counted."""
+    """Traffic that comes and goes. Returns the texts, the steps, the calls and bytes counted."""
     engine.link.counts.clear()
     steps, forward = [], engine.model.forward
 
@@ -207,7 +207,7 @@ def engine_world(root):
     serve.NativeKernels = lambda threads: RowByRow()
     engines = {name: Engine(**SMALL, sp=2) for name in ("eager", "graphs")}
     graphed = engines["graphs"]
-    graphed._capture(capture=fake_capture)
+    graphed._capture(fake_capture)
     assert [graph.size for graph in graphed.model.graphs] == [8, 4, 2, 1]
     assert "4 CUDA graphs" in graphed.remark
     found = {name: run(engine, random.Random(5)) for name, engine in engines.items()}
@@ -247,7 +247,7 @@ def reasons_world():
                            (dict(trace="/dev/null"), [])):
         engine = Engine(**{**SMALL, **options})
         assert not engine.model.graphs, "on a CPU all is eager"
-        engine._capture(capture=fake_capture)
+        engine._capture(fake_capture)
         assert [graph.size for graph in engine.model.graphs] == sizes, options
         assert f"{len(sizes)} CUDA graphs" in engine.remark
 
@@ -309,7 +309,7 @@ def starting():
     def started(self, **options):
         start(self, **options)
         with self.link.together():
-            self._capture(capture=fake_capture)
+            self._capture(fake_capture)
         raise UserError("it has started")
     Engine.__init__ = started
     return serve.main(["--port", "0", "--model", RANDOM, "--kv-blocks", "64", "--threshold", "4"])
