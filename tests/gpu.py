@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -30,7 +29,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import bench                                             # puts assets/ on the path, too
 import kernels
 from common import factorizations, write_checkpoint
-from kernels import TorchKernels
 from model import Config, Graph, Llama, SamplingParams, rope_tables
 from peers import prompts_of
 from serve import Engine
@@ -50,12 +48,11 @@ class Bench:
     def __init__(self, args, world):
         self.args, self.world, self.rows = args, world, []
         self.quick, self.cuda = args.quick, args.device == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else (
-            torch.device("cpu"))
+        self.device = torch.device(args.device)              # of cuda: the current one
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.dtypes = [*dict.fromkeys([self.dtype, torch.float32])]
-        self.fast = kernels.TritonKernels() if self.cuda else TorchKernels()
-        self.limits = {}
+        self.fast = kernels.TritonKernels() if self.cuda else kernels.TorchKernels()
+        self.limits, self.sync = {}, torch.get_device_module(self.device).synchronize
 
     def row(self, part, case, value, unit, note="", right=True):
         self.rows.append(dict(part=part, case=case, value=value, unit=unit, note=note, right=right))
@@ -77,18 +74,19 @@ class Bench:
 
     def seconds(self, function):
         """A call's time: of so many calls that together they take a while."""
-        sync, calls, least = torch.get_device_module(self.device).synchronize, 1, (
-            0.01 if self.quick else 0.2)
-        function()
-        while True:
-            sync()
-            start = time.perf_counter()
-            for _ in range(calls):
-                function()
-            sync()
-            if (spent := time.perf_counter() - start) > least:
-                return spent / calls
+        self.spent(function, 1)                              # the first one compiles
+        calls = 1
+        while (spent := self.spent(function, calls)) < (0.01 if self.quick else 0.2):
             calls *= 2
+        return spent / calls
+
+    def spent(self, function, calls):
+        self.sync()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        self.sync()
+        return time.perf_counter() - start
 
     def random(self, *shape, dtype=None):
         return torch.randn(shape, device=self.device).to(dtype or self.dtype)
@@ -128,7 +126,7 @@ def attention_inputs(b, requests, cached, new, dtype, h, k, dim, block=16):
 
 def check_kernels(b):
     """Each kernel against the reference, on the same inputs; and its rate."""
-    slow, D, F = TorchKernels(), 64 if b.quick else 2048, 128 if b.quick else 8192
+    slow, D, F = kernels.TorchKernels(), 64 if b.quick else 2048, 128 if b.quick else 8192
     for dtype in b.dtypes:
         for t in (1, 256) if b.quick else (1, 32, 256, 2048):
             x, w, gain, wide = (b.random(*shape, dtype=dtype) for shape in (
@@ -241,6 +239,7 @@ def vllm(b, directory):
             model.generate(prompts, SamplingParams(max_tokens=out, **greedy), use_tqdm=False)
             return time.perf_counter() - start
         for batch in (1, 32, 256):
+            run(batch, 2, 4)
             times = [run(batch, 129, seed) - run(batch, 1, seed + 2) for seed in (0, 1)]
             print(json.dumps(["vllm", batch, batch * 128 / min(times)]))
     """
@@ -267,7 +266,7 @@ def layouts(b, directory):
                                   SamplingParams(max_tokens=8, **GREEDY))
         texts[sp, tp] = [o.tokens for o in outputs or ()]
         same = texts[sp, tp] == texts[1, b.world.size]
-        b.row("layouts", f"sp {sp} x tp {tp}: as sp 1 x tp {b.world.size}", same, "", engine.remark)
+        b.row("layouts", f"sp {sp} x tp {tp}: as sp 1 x tp {b.world.size}", same, "", right=same)
         link = engine.link
         del engine
     for tokens in (1, 64) if b.quick else (1, 64, 4096):     # of the last layout's link, all ranks
@@ -275,13 +274,8 @@ def layouts(b, directory):
         for name, call in (("all_reduce", lambda: link.all_reduce(x, link.everyone, "test")),
                            ("all_to_all", lambda: link.all_to_all(
                                x, [tokens] * P, [tokens] * P, link.everyone, "test"))):
-            torch.get_device_module(b.device).synchronize()
             link.barrier()
-            before, start = link.counts[name, "test"].bytes, time.perf_counter()
-            for _ in range(20):                              # so many on all ranks
-                call()
-            torch.get_device_module(b.device).synchronize()
-            spent = time.perf_counter() - start
+            before, spent = link.counts[name, "test"].bytes, b.spent(call, 20)
             sent = link.counts[name, "test"].bytes - before
             b.row("collectives", f"{name} of {x.nbytes >> 10} KiB", sent / spent / 1e9, "GB/s",
                   f"{spent / 20 * 1e6:.0f} us")
@@ -296,14 +290,14 @@ def comparisons(b, directory):
     def finished(self, *args):
         """crossover times what `forward` does; on a GPU it only launches it."""
         logits = forward(self, *args)
-        torch.get_device_module(self.device).synchronize()
+        b.sync()
         return logits
     few = ["--max-step-tokens", "64", "--kv-blocks", "64", "--requests", "2", "--input", "8",
            "--output", "4", "--tokens", "16", "--repeats", "1", "--link", "gloo"]
     for command, more in (("crossover", []), ("compare", ["--workload", "latency", "burst"])):
         with tempfile.NamedTemporaryFile() as file:
             args = bench.parse([command, "--model", str(directory), "--json", file.name, *more,
-                                *(few if b.quick else ["--gpu-memory", "0.2"])])
+                                *(few if b.quick else ["--kv-blocks", "4096"])])
             Llama.forward = finished if command == "crossover" else forward
             bench.WORLD[command](args, b.world, say)
             if b.world.rank == 0:
@@ -339,13 +333,12 @@ def in_rank(args):
         if world.size > 1:
             layouts(b, directory)
             more = comparisons(b, directory)
-        wrong = [row for row in b.rows if not row["right"]]
         if world.rank == 0 and args.json:
             name = torch.cuda.get_device_name() if b.cuda else "cpu"
             Path(args.json).write_text(json.dumps({"device": name, "ranks": world.size, "torch":
                                                    torch.__version__, "rows": b.rows, **more}))
         world.barrier()                                      # the directory goes with its owner
-    return any(world.gather(bool(wrong)))
+    return any(world.gather(not all(row["right"] for row in b.rows)))
 
 
 def main():
@@ -359,7 +352,7 @@ def main():
         print("gpu.py: there is no GPU here; --device cpu --quick runs the same code without one",
               file=sys.stderr)
         return 2
-    if args.nproc and not dist.is_torchelastic_launched():
+    if args.nproc and "RANK" not in os.environ:
         return launch(in_rank, args.nproc, args)
     return in_rank(args)
 
