@@ -211,10 +211,8 @@ class TorchGroup:
     groups in their names: ranks that made different numbers of them cannot make one together.)
     """
 
-    def __init__(self, world_ranks, backend, device=None):
-        """device: this rank's GPU, for nccl to make its communicator at once."""
-        self.handle = dist.new_group(world_ranks, backend=backend, use_local_synchronization=True,
-                                     device_id=device)
+    def __init__(self, world_ranks, backend):
+        self.handle = dist.new_group(world_ranks, backend=backend, use_local_synchronization=True)
 
     def all_reduce(self, x):
         dist.all_reduce(x, group=self.handle)
@@ -283,8 +281,9 @@ class Link:
                 carrier = SharedMemory(ranks, index, self.gather, spins=0 if crowded else 2000,
                                        patience=1800)
             elif len(ranks) > 1:
-                carrier = TorchGroup([self.world_ranks[r] for r in ranks], self.backend,
-                                     self.device if self.backend == "nccl" else None)
+                carrier = TorchGroup([self.world_ranks[r] for r in ranks], self.backend)
+                if self.backend == "nccl":     # it connects at the first call: no graph can hold it
+                    carrier.all_reduce(torch.zeros(1, device=self.device))
             self._groups[ranks] = Group(ranks, index, carrier)
         return self._groups[ranks]
 
