@@ -21,6 +21,7 @@ import math
 import mmap
 from collections import namedtuple
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from shift import UserError, token_slices
+from shift import UserError, collectives_of, token_slices
 
 # --------------------------------------------------------------------------------------------------
 # Configuration
@@ -350,7 +351,7 @@ class Llama:
         head = self.embedding if config.tied else source["lm_head.weight"]
         self.head = put(shard_vocab(head, layout.ranks, rank).T)                 # (D, V/P)
         self.cos, self.sin = (table.to(self.device) for table in rope_tables(config, max_len))
-        self.kv = []
+        self.kv, self.graphs = [], []                           # graphs: the largest first
 
     def allocate_kv(self, blocks, block_size):
         """A zeroed pool (2, N, k, B, Dh) for each layer: this rank's KV heads, in both modes."""
@@ -366,15 +367,25 @@ class Llama:
     def forward(self, batch, mode):
         """Run a step; returns (logits, sums): the logits (rows, V) of `batch.rows` on rank 0, None
         elsewhere; and the pooled hidden states (pools, D), None if there are no pools."""
+        fits = [graph for graph in self.graphs if mode is self.shift and not batch.pools
+                and len(batch.token_ids) <= graph.size]
+        if fits:
+            x = fits[-1].run(batch)
+        else:
+            x, batch, mode = self.hidden(batch.to(self.device), mode)
+        self.link.mark("logits")
+        logits = self.logits(x, batch.rows, mode, len(batch.token_ids))
+        return logits, self.pool(x, batch, mode) if batch.pools else None
+
+    def hidden(self, batch, mode):
+        """x (t, D) after the last layer, and the batch and the mode that it ends in."""
         x, later = self.embed(batch, mode), self.config.swiftkv
         x = self.run_layers(x, 0, later.start, mode, batch)
         if later:
             x, batch = self.swift_kv(x, batch, mode)
             mode = self.shift                           # a shift inside the forward
             x = self.run_layers(x, later.start, later.stop, mode, batch)
-        self.link.mark("logits")
-        logits = self.logits(x, batch.rows, mode, len(batch.token_ids))
-        return logits, self.pool(x, batch, mode) if batch.pools else None
+        return x, batch, mode
 
     def embed(self, batch, mode):
         """The embeddings (t, D) of this rank's slice of the tokens."""
@@ -386,18 +397,19 @@ class Llama:
         Batch for the later layers. It has all T tokens, the wanted ones first: all of them leave
         keys and values there, but only these bring queries; to attention, the rest are padding.
         """
-        # of each request, its last tokens; all of them if there are hidden states to pool
-        rows = [*range(len(batch.token_ids))] if batch.pools else batch.rows
-        assert {row + 1 for row in rows} <= {*rows, *batch.query_starts.tolist()}, rows
-        x = self.gather(x, token_slices(len(batch.token_ids), mode.sp), mode, "swiftkv")   # (T, D)
-        order = torch.tensor(rows + sorted({*range(len(x))} - {*rows}), device=x.device)
+        T, rows = len(batch.token_ids), batch.rows
+        x = self.gather(x, token_slices(T, mode.sp), mode, "swiftkv")                     # (T, D)
+        y = self.kernels.rms_norm(x, self.norm_swiftkv, self.config.norm_eps)
+        if len(rows) == T or batch.pools:               # all of them: decodes, texts to embed
+            return x, replace(batch, swiftkv=y)
+        assert {row + 1 for row in rows} <= {*rows, *batch.query_starts.tolist()}, (
+            f"rows {rows} are not the last of their requests")
+        order = torch.tensor(rows + sorted({*range(T)} - {*rows}), device=x.device)
         starts = torch.searchsorted(order[:len(rows)].int(), batch.query_starts, out_int32=True)
         tokens = {name: getattr(batch, name)[order]
                   for name in ("token_ids", "positions", "slot_mapping")}
-        y = self.kernels.rms_norm(x[order], self.norm_swiftkv, self.config.norm_eps)
-        return x[rows], replace(                        # contexts end where they did
-            batch, **tokens, query_starts=starts, swiftkv=y,
-            rows=batch.rows if batch.pools else [*range(len(rows))])
+        return x[rows], replace(batch, **tokens, query_starts=starts, rows=[*range(len(rows))],
+                                swiftkv=y[order])       # contexts end where they did
 
     def gather(self, x, counts, mode, what):
         """The rows x of every slice, counts[s] of slice s -> (sum(counts), D), on all ranks."""
@@ -474,6 +486,60 @@ class Llama:
         if mode.sp > 1:                                 # a pool's tokens may lie in several slices
             sums = self.link.all_reduce(sums, mode.sp_group, "pool")
         return sums[:-1]
+
+
+# --------------------------------------------------------------------------------------------------
+# CUDA graphs
+
+
+def cuda_capture(function, pool):
+    """Note which kernels `function` launches, NCCL's too, without running them. Returns a function
+    that launches them all at once, on the same memory, and what `function` returned.
+
+    pool    a torch.cuda.graph_pool_handle(): graphs may share one, if they never run side by side
+    """
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog, a thread, may look at its events meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = function()
+    return graph.replay, result
+
+
+class Graph:
+    """`Llama.hidden` in shift mode for up to `size` tokens, captured once and replayed. With few
+    tokens the kernels are shorter than the time to launch them one by one.
+
+    A replay reads where the capture read: a Batch of `size` tokens and requests, of which a step
+    fills the first. The rest has no slot, so it never gets into the KV cache, and belongs to no
+    request, so no real token attends to it: padding costs time and bytes, and changes nothing.
+    (In base mode it would: it moves the slices.) The logits stay outside, as their rows vary.
+
+    pages    the longest block table
+    capture  as `cuda_capture`, its pool given
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model, size, pages, capture):
+        zeros = partial(torch.zeros, dtype=torch.int32, device=model.device)
+        self.size, self.link = size, model.link
+        # -1: no slot, and the last token and position, which will do as well as any
+        self.inputs = Batch(*(zeros(3, size) - 1).long(), zeros(size, pages), zeros(size + 1),
+                            zeros(size), rows=[*range(size)])
+        function = partial(model.hidden, self.inputs, model.shift)
+        function()                     # compiles kernels and connects ranks, which no graph can
+        self.link.log.clear()
+        self.replay, (self.x, *_) = capture(function)
+        self.calls = collectives_of(self.link.log)
+
+    def run(self, batch):
+        """x (size, D): its first rows are the step's."""
+        self.inputs.slot_mapping.fill_(-1)
+        self.inputs.query_starts.fill_(len(batch.token_ids))             # no queries
+        for static, tensor in [*zip(vars(self.inputs).values(), vars(batch).values())][:6]:
+            static[tuple(map(slice, tensor.shape))].copy_(tensor)        # the tensors
+        self.replay()
+        self.link.repeat(self.calls)   # while the GPU works
+        return self.x
 
 
 def rope_tables(config, length):

@@ -31,6 +31,7 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,9 +46,9 @@ from assets.page import add_page
 from assets.protocol import ChatBody, CompletionBody, EmbeddingBody, Failure, Gate
 from assets.tokenizer import RawTokens, Tokenizer
 from assets.trace_file import TraceFile
-from kernels import NativeKernels, TorchKernels, why_not_native
-from model import (Batch, Checkpoint, Config, Llama, RandomWeights, SamplingParams, find_model,
-                   sample)
+from kernels import NativeKernels, TorchKernels, TritonKernels, why_not_native
+from model import (Batch, Checkpoint, Config, Graph, Llama, RandomWeights, SamplingParams,
+                   cuda_capture, find_model, sample)
 from shift import (STOPS, Layout, Link, LostRank, Step, Switch, Trace, UserError, both_modes,
                    connect, cores, launch, split_ranks)
 
@@ -472,6 +473,8 @@ class Options:
     link_gbps: float = option(None, "emulate a slower link: gigabits a second", least=1e-6)
     link_us: float = option(None, "emulate a slower link: microseconds a collective", least=0)
     kernels: str = option("auto", "on CPUs: c where there is a compiler", "auto, c, torch")
+    eager: bool = option(False, "on GPUs: no CUDA graphs, as with --trace and --explain 2")
+    gpu_memory: float = option(0.9, "share of a GPU's memory to use", least=0.01, most=1)
     dtype: str = option("auto", "on CPUs float32", "auto, float32, bfloat16, float16")
     max_model_len: int = option(None, "longest prompt + output; default: the model's", least=1)
     max_step_tokens: int = option(2048, "tokens in a step", least=1)
@@ -515,7 +518,7 @@ def make_link(options, link):
                         f"ranks and {gpus} GPUs: start fewer ranks, or use --link shm or gloo")
     if gpus:
         torch.cuda.set_device(local)
-        return Link("nccl", link.world_ranks, f"cuda:{local}", emulate), TorchKernels(), ""
+        return Link("nccl", link.world_ranks, f"cuda:{local}", emulate), TritonKernels(), ""
     threads = max(1, cores() // here)
     missing = next((reason for reason in link.gather(why_not_native()) if reason), None)
     no_c = missing or options.dtype not in ("auto", "float32") and f"--dtype {options.dtype}"
@@ -544,6 +547,7 @@ class Engine:
     """
     IDLE_TICK = 2.0                    # seconds between signs of life while there is nothing to do
     TIMED = 64                         # tokens of a prompt in the calibration of the switch
+    GRAPHED = (*range(256, 0, -8), 4, 2, 1)                  # tokens of a step: CUDA graphs
 
     def __init__(self, ranks=None, **options):
         self.options = Options(**options)
@@ -554,10 +558,16 @@ class Engine:
         self.link, self.kernels, self.remark = make_link(self.options, self.link)
         self.rank = self.link.rank
         self._load()
-        self._allocate_kv()
+        self._size_kv()
         self.scheduler = Scheduler(BlockManager(self.num_blocks, self.options.block_size),
                                    self.options.max_seqs, self.options.max_step_tokens)
-        self.switch = self.first_switch = self._make_switch()
+        with self.link.together():
+            self.switch = self.first_switch = self._make_switch()
+            self.model.allocate_kv(self.num_blocks, self.options.block_size)
+        if self.link.device.type == "cuda":
+            with self.link.together():
+                self._capture(partial(cuda_capture, pool=torch.cuda.graph_pool_handle()))
+        self.link.counts.clear()       # of what was only tried
         self.trace, self.file = Trace(), TraceFile(self.link, self.options)
         self.sampled, self.finished, self.drafts = [], [], []
         self.drafter = Drafter() if self.options.speculate == "suffix" else None
@@ -596,25 +606,49 @@ class Engine:
         with link.together():
             self.model = Llama(config, source, self.layout, link, (self.base, self.shift),
                                self.max_model_len, dtype, self.kernels)
+            # for the steps that `_profile` and `_time_step` try
+            self.model.allocate_kv(-(-self.TIMED // options.block_size), options.block_size)
 
-    def _allocate_kv(self):
+    def _size_kv(self):
         """The pool: as many blocks as asked for or as fit, the same number on every rank."""
         options, config, size = self.options, self.config, self.options.block_size
-        nbytes = 2 * config.layers * self.layout.k * size * config.head_dim
-        nbytes *= self.model.dtype.itemsize
+        token = 2 * config.layers * self.layout.k * config.head_dim * self.model.dtype.itemsize
         if self.link.device.type == "cpu":
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
             memory //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         else:
-            memory = int(torch.cuda.mem_get_info(self.link.device)[0] * 0.8)
-        fits = min(self.link.gather(memory // nbytes))
+            with self.link.together():
+                self._profile()
+                free, total = torch.cuda.mem_get_info()
+                memory = int(free - (1 - options.gpu_memory) * total)
+        fits = min(self.link.gather(memory // (token * size)))
         useful = -(-self.max_model_len // size) * options.max_seqs
-        self.num_blocks = options.kv_blocks or min(fits, useful)
+        self.num_blocks = options.kv_blocks or max(0, min(fits, useful))
         self.max_model_len = min(self.max_model_len, self.num_blocks * size)
         if self.max_model_len < (options.max_model_len or 1):
-            raise UserError(f"--max-model-len {options.max_model_len} is more than the pool's "
-                            f"{self.num_blocks} blocks x {size}: raise --kv-blocks")
-        self.model.allocate_kv(self.num_blocks, size)
+            raise UserError(f"--max-model-len {options.max_model_len or 1} is more than the pool's "
+                            f"{self.num_blocks} blocks x {size}: raise --kv-blocks or --gpu-memory")
+
+    def _profile(self):
+        """Run the largest step in each mode, and sample: torch keeps the memory that this takes, so
+        what is still free is the pool's. Nothing is sent: no rank waits for one without memory."""
+        self.link.silent, seqs = True, self.options.max_seqs
+        self._time_step("base", self.options.max_step_tokens)
+        self._time_step("shift", self.options.max_step_tokens)
+        self.link.silent = False
+        logits = torch.zeros(seqs, self.config.vocab, device=self.link.device)
+        sample(logits, [SamplingParams(seed=0)] * seqs, range(seqs))
+
+    def _capture(self, capture):
+        """CUDA graphs of the steps that the switch runs in shift mode; the small ones fit in the
+        memory of the large. A replay can not be traced, nor its link slowed: then none is made."""
+        options, start, before = self.options, time.perf_counter(), torch.cuda.memory_reserved()
+        eager = options.eager or options.trace or options.explain > 1 or self.link.emulate
+        pages = self.scheduler.blocks.pages(self.max_model_len)
+        self.model.graphs = [Graph(self.model, size, pages, capture) for size in self.GRAPHED
+                             if not eager and self.switch.shift[size:size + 1] == [True]]
+        seconds, memory = time.perf_counter() - start, torch.cuda.memory_reserved() - before
+        self.remark += f", {len(self.model.graphs)} CUDA graphs ({seconds:.1f} s, {memory:,} bytes)"
 
     def _make_switch(self):
         options, most = self.options, self.options.max_step_tokens
@@ -624,11 +658,7 @@ class Engine:
             return Switch.at(int(options.threshold), most)
         if self.link.size == 1:
             return Switch.at(most, most, "one rank: the modes are the same")
-        switch = Switch.measured(self._time_step, most, self.link)
-        self.link.counts.clear()
-        for kv in self.model.kv:
-            kv[:, :self.scheduler.blocks.pages(self.TIMED)].zero_()
-        return switch
+        return Switch.measured(self._time_step, most, self.link)
 
     @torch.inference_mode()
     def _time_step(self, name, tokens):
@@ -636,16 +666,15 @@ class Engine:
         as they are alike; the logits are run too: with few tokens their collectives count. What
         SwiftKV does after its first layers takes as long in either mode, and is left out."""
         length = min(self.TIMED, tokens, self.max_model_len)
-        blocks = [*range(self.scheduler.blocks.pages(length))]           # all prompts write to them
+        blocks = [*range(-(-length // self.options.block_size))]         # all prompts write to them
         prompts = [[0] * min(length, tokens - first) for first in range(0, tokens, length)]
-        batch, _ = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
-                                for prompt in prompts])
+        batch = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
+                             for prompt in prompts])[0].to(self.link.device)
         mode = self.base if name == "base" else self.shift
         x, run = self.model.embed(batch, mode), min(2, self.config.swiftkv.start)
 
         def now():
-            if self.link.device.type == "cuda":
-                torch.cuda.synchronize()
+            torch.get_device_module(self.link.device).synchronize()
             return time.perf_counter()
         self.link.barrier()
         start = now()
@@ -745,9 +774,8 @@ class Engine:
         tables = [request.blocks + [0] * (pages - len(request.blocks)) for request, _ in plan]
         contexts = [request.num_computed + count for request, count in plan]
         short = (torch.tensor(values, dtype=torch.int32) for values in (tables, starts, contexts))
-        batch = Batch(*map(torch.tensor, (token_ids, positions, slots)), *short, rows,
-                      len(pooled), torch.tensor(pool_of))
-        return batch.to(self.link.device), sampling
+        return Batch(*map(torch.tensor, (token_ids, positions, slots)), *short, rows, len(pooled),
+                     torch.tensor(pool_of)), sampling
 
     def _record(self, plan, tokens, mode, start):
         """Count this step, and tell the trace and --explain's reader of it."""
@@ -1133,6 +1161,7 @@ def serve(flags):
         ended.set()
         engine.fail("the engine has ended: a rank is lost, or failed")
         finish()
+    engine.model.graphs.clear()        # NCCL waits for ever for a graph that holds its calls
     dist.destroy_process_group()
 
 
