@@ -343,21 +343,19 @@ class Pooling:
     """
     pooling: str = "mean"
     dimensions: int = None
-    max_tokens, stop_token_ids, seed = 0, (), 0              # as in SamplingParams
+    max_tokens, stop_token_ids, seed, ignore_eos = 0, (), 0, True        # as in SamplingParams
 
     def __post_init__(self):
         if self.pooling not in ("mean", "last", "first"):
             raise UserError(f"pooling = {self.pooling!r:.60} is none of mean, last, first")
 
 
-class Embedding:
-    """The vector of one text as its sums come in, chunk by chunk; else like an Output."""
+class Embedding(Output):
+    """An Output without text: the vector of the prompt, as its sums come in, chunk by chunk."""
 
-    def __init__(self, id, prompt, params, tokenizer=None, index=0, queue=None):
-        self.id, self.prompt, self.params, self.index, self.queue = id, prompt, params, index, queue
-        self.unwanted, self.finish, self.first, self.tokens = False, None, None, ()
-        self.arrived = self.last = time.monotonic()
-        self.vector, self.pooling = 0, params.pooling
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.vector, self.pooling = 0, self.params.pooling
 
     def push(self, sums, last):
         """Add sums (D,); in the end `vector` is bytes, of float32: as Python floats it would cost
@@ -940,10 +938,6 @@ class Api:
             status = self.engine.refusal or ("slow" if late else "ok")
             return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
-        @app.get("/metrics")
-        async def metrics():
-            return self.metrics.response()
-
         add_page(app, self)
 
         @app.get("/v1/models")
@@ -996,8 +990,8 @@ class Api:
                                      media_type="text/event-stream")
         async for _ in self._events(outputs):
             pass
-        return JSONResponse({**head, "usage": self._usage(outputs, n), "choices": [
-            self._choice(body, output, output.text, output.samples, output.finish)
+        return JSONResponse({**head, "usage": body.usage(outputs), "choices": [
+            body.choice(output, output.text, output.samples, output.finish)
             for output in outputs]})
 
     async def _encode(self, body):
@@ -1047,9 +1041,9 @@ class Api:
                     "role": "assistant", "content": ""}}])
             async for event in self._events(outputs):
                 if event.text or event.finish or event.output.params.logprobs is not None:
-                    yield pack(choices=[self._choice(body, *event)])
+                    yield pack(choices=[body.choice(*event)])
             if (body.stream_options or {}).get("include_usage"):
-                yield pack(choices=[], usage=self._usage(outputs, body.n or 1))
+                yield pack(choices=[], usage=body.usage(outputs))
             yield "data: [DONE]\n\n"
         except Failure as error:                             # too late for a status: an error event
             yield f"data: {json.dumps(error.body)}\n\n"
@@ -1076,21 +1070,6 @@ class Api:
             line = event.finish and self.metrics.finished(output, event.finish)
             if line and not self.flags.quiet:
                 print(line + "\n", end="", flush=True)       # in one write: threads share stdout
-
-    def _usage(self, outputs, n):
-        prompts = sum(len(output.prompt) for output in outputs[::n])         # each only once
-        completions = sum(len(output.tokens) for output in outputs)
-        drafted, accepted = (sum(getattr(output, name) for output in outputs)
-                             for name in ("drafted", "accepted"))
-        return {"prompt_tokens": prompts, "completion_tokens": completions,
-                "total_tokens": prompts + completions, "completion_tokens_details": {
-                    "accepted_prediction_tokens": accepted,
-                    "rejected_prediction_tokens": drafted - accepted}}
-
-    def _choice(self, body, output, text, samples, finish):
-        asked = output.params.logprobs is not None
-        return {"index": output.index, **body.content(text), "finish_reason": finish,
-                "logprobs": body.likelihoods(output, samples) if asked else None}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -55,6 +55,22 @@ class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
         given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
+    def usage(self, outputs):
+        """The tokens, each prompt's only once, and what came of the drafts."""
+        prompts = sum(len(output.prompt) for output in outputs[::self.n or 1])
+        completions = sum(len(output.tokens) for output in outputs)
+        drafted, accepted = (sum(getattr(output, name) for output in outputs)
+                             for name in ("drafted", "accepted"))
+        return {"prompt_tokens": prompts, "completion_tokens": completions,
+                "total_tokens": prompts + completions, "completion_tokens_details": {
+                    "accepted_prediction_tokens": accepted,
+                    "rejected_prediction_tokens": drafted - accepted}}
+
+    def choice(self, output, text, samples, finish):
+        asked = output.params.logprobs is not None
+        return {"index": output.index, **self.content(text), "finish_reason": finish,
+                "logprobs": self.likelihoods(output, samples) if asked else None}
+
 
 def as_list(prompt):
     """A prompt, or a list of them, as a list of them."""

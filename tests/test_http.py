@@ -935,11 +935,10 @@ def test_half_characters_wait():
 
 def test_usage_counts_every_choice():
     """Holds usage to the prompt once for each prompt and the output of all choices."""
-    api = Api(SimpleNamespace(tokenizer=None), "name")
     outputs = [SimpleNamespace(prompt=prompt, tokens=tokens, drafted=2, accepted=1)
                for prompt, tokens in
                (([5] * 4, [1, 2, 3]), ([5] * 4, [4]), ([6] * 3, [7]), ([6] * 3, []))]
-    assert api._usage(outputs, 2) == {
+    assert CompletionBody(prompt="a", n=2).usage(outputs) == {
         "prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12,
         "completion_tokens_details": {"accepted_prediction_tokens": 4,
                                       "rejected_prediction_tokens": 4}}
