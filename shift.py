@@ -510,12 +510,6 @@ class Switch:
         return cls([tokens <= threshold for tokens in range(max_tokens + 1)],
                    why or f"threshold {threshold}", None if why else threshold)
 
-    def reason(self, tokens):
-        """Why a step of so many tokens runs in its mode, in a few words."""
-        if self.threshold is None:
-            return self.why
-        return f"{tokens} {'<=' if self.shift[tokens] else '>'} threshold {self.threshold}"
-
     @classmethod
     def measured(cls, step_seconds, max_tokens, link, budget=6.0):
         """Time both modes instead of guessing, at powers of two, for about `budget` seconds.

@@ -38,9 +38,12 @@ def explain(engine, step, mode):
     emulated = ", emulated link" * bool(engine.link.emulate)
     drafts = (f" ({engine.accepted} of {engine.drafted} drafts accepted so far)"
               if engine.drafted else "")
-    lines = [f"step {step.number:4} | {step.tokens:4} tokens: {step.prefill} prefill, {step.decode} "
-             f"decode{drafts} | {step.mode:5} sp {mode.sp} x tp {mode.tp}, "
-             f"{engine.switch.reason(step.tokens)} | {step.milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}"]
+    switch = engine.switch
+    why = switch.why if switch.threshold is None else (
+        f"{step.tokens} {'<=' if switch.shift[step.tokens] else '>'} threshold {switch.threshold}")
+    lines = [f"step {step.number:4} | {step.tokens:4} tokens: {step.prefill} prefill, "
+             f"{step.decode} decode{drafts} | {step.mode:5} sp {mode.sp} x tp {mode.tp}, {why} | "
+             f"{step.milliseconds:.1f} ms{emulated} | rank 0 sent {', '.join(sent) or 'nothing'}"]
     for (what, op), (first, *others) in groups.items() if engine.options.explain > 1 else ():
         letters, purpose = LEGEND[what]
         lines.append(f"  {what:9} {op:10} {letters:26} {tuple(first.before)} -> "
