@@ -527,8 +527,8 @@ def timed_step(engine, plan, name):
     plan: [(tokens in the cache, tokens to compute)]."""
     size, free = engine.options.block_size, itertools.cycle(range(engine.num_blocks))
     batch, _ = engine._build([
-        (Request(0, [1] * (start + count), start + count, start,
-                 list(itertools.islice(free, -(-(start + count) // size)))), count)
+        (Request(0, [1] * (start + count), start + count, num_computed=start,
+                 blocks=list(itertools.islice(free, -(-(start + count) // size)))), count)
         for start, count in plan])
     engine.link.barrier()
     engine.link.counts.clear()
@@ -583,7 +583,7 @@ def parse(argv):
     """The command line. A mistake in it is a UserError, to be said in one line."""
     parser = Parser(description="Measured and simulated comparisons.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("peers", "prefill", "link"):
+    for name in ("peers", "prefill", "embeddings", "link"):
         peers.add_flags(commands.add_parser(name, allow_abbrev=False).add_argument)
     for name in ("crossover", "compare", "simulate", "figures"):
         add = commands.add_parser(name, allow_abbrev=False).add_argument

@@ -148,6 +148,166 @@ def turned(keys):
 
 
 # --------------------------------------------------------------------------------------------------
+# The same on GPUs
+
+
+class TritonKernels(TorchKernels):
+    """The cache's part in Triton, for CUDA tensors.
+
+    Nothing waits for the GPU, and what is launched depends on the shapes of the tensors alone, so a
+    CUDA graph can be replayed after their contents have changed. A step may be padded: tokens after
+    the last request's, slots of -1, requests without queries.
+    """
+    MAX_SPLITS = 64
+
+    def __init__(self, processors=None):
+        """processors: how many the GPU has; if not given, this process's current device's."""
+        self.processors = processors or torch.cuda.get_device_properties().multi_processor_count
+        self.write, self.attend, self.merge = triton_kernels()
+
+    def write_kv(self, kv, k, v, slot_mapping):
+        assert kv.is_contiguous() and k.shape == v.shape == (
+            len(slot_mapping), kv.shape[2], kv.shape[4]), f"{k.shape}, {v.shape}, cache {kv.shape}"
+        k, v = k.flatten(1), v.flatten(1)                            # (T, k*Dh), views of qkv
+        self.write[len(k),](*kv, k, v, slot_mapping, k.stride(0), v.stride(0), k.shape[1],
+                            kv.shape[4], kv.shape[3], power_of_2(k.shape[1]))
+
+    def paged_attention(self, q, kv, block_tables, query_starts, context_lens, scale):
+        (tokens, heads, head_dim), (requests, pages) = q.shape, block_tables.shape
+        _, _, kv_heads, block_size, kv_dim = kv.shape
+        assert kv.is_contiguous() and head_dim == kv_dim and heads % kv_heads == 0, (
+            f"q {tuple(q.shape)} does not fit the cache {tuple(kv.shape)}")
+        # A program takes BLOCK_M rows, a row being one query head of one query: 16 are the fewest
+        # that tensor cores multiply. 64 rows x 128 columns of float32 are 64 registers in each of
+        # the 128 threads (4 warps, Triton's default), and as many again for scores and weights;
+        # float32 itself, multiplied without tensor cores to be exact, has room for 16 rows. A tile
+        # of keys has 16 KB at most, as has one of values: with two of each beside the queries, two
+        # programs share a processor (H100: 228 KB) and one fits on any.
+        rows, block_d = tokens * heads // kv_heads, max(16, power_of_2(head_dim))
+        block_m = min(64 if q.itemsize == 2 else 16, max(16, power_of_2(rows // max(1, requests))))
+        block_n = min(64, max(16, 16384 // block_d // q.itemsize))
+        tiles = rows // block_m + requests        # at most: each request has one that is not full
+        # Too few programs for the GPU? Then several share a context, each with two tiles or more.
+        splits = min(self.MAX_SPLITS, 2 * self.processors // max(1, tiles * kv_heads),
+                     pages * block_size // (2 * block_n))
+        splits = 1 << max(1, splits).bit_length() - 1                    # few versions to compile
+        out = q.new_empty(q.shape)
+        parts = out if splits == 1 else q.new_empty(splits, *q.shape, dtype=torch.float32)
+        sums = q.new_empty(splits, tokens, heads, dtype=torch.float32)
+        q = q.flatten(1)                                             # (T, h*Dh), a view
+        self.attend[tiles + 1, kv_heads, splits](
+            q, *kv, block_tables, query_starts, context_lens, parts, sums, q.stride(0),
+            block_tables.stride(0), tokens, requests, scale * 1.44269504,    # log2(e), for exp2
+            heads // kv_heads, head_dim, block_size, block_m, block_n, block_d)
+        if splits > 1:
+            self.merge[tokens * heads,](parts, sums, out, head_dim, block_d, splits)
+        return out
+
+
+def power_of_2(n):
+    """The first that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def triton_kernels():
+    """(write_kv, attend, merge), which Triton compiles when they are first called.
+
+    Imported here: torch brings Triton along for CUDA only, and nothing else needs it.
+    """
+    global tl                          # a kernel's names are looked up among the module's
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def write_kv(keys, values, k, v, slot_mapping, k_stride, v_stride, COLUMNS: tl.constexpr,
+                 DH: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
+        """One token: its COLUMNS = k*Dh keys, and as many values."""
+        token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+        slot = tl.load(slot_mapping + token)
+        real = i < tl.where(slot < 0, 0, COLUMNS)
+        block, offset = slot // B, slot % B
+        key = tl.load(k + token * k_stride + i, mask=real)
+        tl.store(keys + (block * COLUMNS + i) * B + offset, key, mask=real)
+        value = tl.load(v + token * v_stride + i, mask=real)
+        page = block * (COLUMNS // DH) + i // DH                     # of one head
+        tl.store(values + (page * B + offset) * DH + i % DH, value, mask=real)
+
+    @triton.jit(do_not_specialize=["table_stride", "tokens", "requests"])
+    def attend(q, keys, values, block_tables, query_starts, context_lens, out, sums, q_stride,
+               table_stride, tokens, requests, scale, GROUP: tl.constexpr, DH: tl.constexpr,
+               B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               BLOCK_D: tl.constexpr):
+        """One tile of rows of one KV head, over its share of the context (FlashAttention-2).
+
+        The rows of a request are its queries' heads that read this KV head, n * GROUP of them, so
+        that all of them share each load of keys and values. out[split] is the softmax over this
+        program's keys, sums[split] the log2 of what it was divided by.
+        """
+        tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        heads, splits = tl.num_programs(1), tl.num_programs(2)
+        # Which request? Number r's tiles begin at query_starts[r] * GROUP // BLOCK_M + r: there is
+        # room for its rows before those of r + 1. The rows after all requests are one more request,
+        # without context: zeros.
+        r = -1
+        for base in range(0, requests + 1, 128):
+            i = base + tl.arange(0, 128)
+            begins = tl.load(query_starts + i, mask=i <= requests, other=0) * GROUP // BLOCK_M + i
+            r += tl.sum(((begins <= tile) & (i <= requests)).to(tl.int32), 0)
+        first = tl.load(query_starts + r)
+        n = tl.load(query_starts + r + 1, mask=r < requests, other=tokens) - first
+        context = tl.load(context_lens + r, mask=r < requests, other=0)
+        begin = (tile - first * GROUP // BLOCK_M - r) * BLOCK_M
+        if begin >= n * GROUP:
+            return
+        row, d = begin + tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_D)
+        inside = (row < n * GROUP) & (d < DH)[None, :]
+        token, query_head = (first + row // GROUP).to(tl.int64), head * GROUP + row % GROUP
+        query = tl.load(q + token * q_stride + query_head * DH + d[None, :], mask=inside, other=0)
+        position = context - n + row // GROUP                        # (BLOCK_M, 1)
+        end = tl.minimum(context, context - n + (begin + BLOCK_M - 1) // GROUP + 1)
+        share = tl.cdiv(end, splits * BLOCK_N) * BLOCK_N
+        # Finite, so that rows that have seen no key yet do not subtract infinity from infinity.
+        highest = tl.full([BLOCK_M, 1], -1e38, tl.float32)
+        total = tl.zeros([BLOCK_M, 1], tl.float32)
+        attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(split * share, tl.minimum(split * share + share, end), BLOCK_N):
+            at = start + tl.arange(0, BLOCK_N)
+            # Keys are masked by page, and their scores by position: so B keys, which are contiguous
+            # and share a mask, are loaded at once. Of values, a stale one may be NaN: 0 * NaN.
+            whole = at // B < tl.cdiv(end, B)
+            page = tl.load(block_tables + r * table_stride + at // B, mask=whole, other=0)
+            page = page.to(tl.int64) * heads + head                  # of one head
+            key = tl.load(keys + (page * DH * B + at % B)[None, :] + d[:, None] * B,
+                          mask=whole[None, :] & (d < DH)[:, None], other=0).to(query.dtype)
+            value = tl.load(values + (page * B + at % B)[:, None] * DH + d[None, :],
+                            mask=(at < end)[:, None] & (d < DH)[None, :], other=0).to(query.dtype)
+            scores = tl.dot(query, key, input_precision="ieee") * scale
+            scores = tl.where(at[None, :] <= position, scores, float("-inf"))
+            before, highest = highest, tl.maximum(highest, tl.max(scores, 1, keep_dims=True))
+            weights, decay = tl.exp2(scores - highest), tl.exp2(before - highest)
+            total = total * decay + tl.sum(weights, 1, keep_dims=True)
+            attended = tl.dot(weights.to(query.dtype), value, attended * decay, "ieee")
+        total = tl.maximum(total, 1)   # the highest score weighs 1, so less than that is no key
+        index = (split * tokens + token) * heads * GROUP + query_head
+        tl.store(out + index * DH + d[None, :], attended / total, mask=inside)
+        tl.store(sums + index, highest + tl.log2(total), mask=row < n * GROUP)
+
+    @triton.jit
+    def merge(parts, sums, out, DH: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
+        """One row of out: the mean of its parts, weighted by what each was divided by."""
+        row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)[None, :]
+        part = tl.arange(0, SPLITS)[:, None] * tl.num_programs(0) + row
+        log = tl.load(sums + part)
+        weight = tl.exp2(log - tl.max(log, 0, keep_dims=True))
+        x = tl.load(parts + part * DH + d, mask=d < DH, other=0)
+        mean = tl.sum(x * weight, 0, keep_dims=True) / tl.sum(weight, 0, keep_dims=True)
+        tl.store(out + row * DH + d, mean, mask=d < DH)
+
+    return write_kv, attend, merge
+
+
+# --------------------------------------------------------------------------------------------------
 # The same in C
 
 

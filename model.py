@@ -1,10 +1,10 @@
 """model.py: a Llama, from its files to the next token.
 
-What it does: reads a Hugging Face checkpoint (config, tokenizer, safetensors), loads this rank's
-slices of the weights in the one order that serves both modes, runs the forward pass under any
-`Mode`, and samples. The collectives of Shift Parallelism stand in `run_layers`, where they happen.
+What it does: reads a Hugging Face checkpoint (config, safetensors), loads this rank's slices of the
+weights in the one order that serves both modes, runs the forward pass under any `Mode`, and
+samples. The collectives of Shift Parallelism stand in `run_layers`, where they happen.
 
-What it does not know: requests, scheduling, HTTP. A step is a `Batch` of token ids and slots.
+What it does not know: text, requests, scheduling, HTTP. A step is a `Batch` of token ids and slots.
 
     pytest tests/test_model.py
 
@@ -15,32 +15,27 @@ Shapes (one legend in every file):
     C = (h + 2k) * Dh         one block's q, k and v columns
     t tokens of this rank's slice in this mode: about T/sp
 """
-import codecs
 import hashlib
 import json
 import math
 import mmap
-import unicodedata
 from collections import namedtuple
-from dataclasses import dataclass, field, fields
-from datetime import datetime
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from shift import UserError, token_slices
+from shift import UserError, collectives_of, token_slices
 
 # --------------------------------------------------------------------------------------------------
 # Configuration
 
 FAMILIES = {"LlamaForCausalLM": {}, "Qwen2ForCausalLM": {"qkv_bias": True},
-            "Qwen3ForCausalLM": {"qk_norm": True}}
+            "Qwen3ForCausalLM": {"qk_norm": True}, "LlamaSwiftKVForCausalLM": {}}
 ROPES = {"default": (), "linear": ("factor",),                # the scalings and what they need
          "llama3": ("factor", "low_freq_factor", "high_freq_factor",
                     "original_max_position_embeddings")}
@@ -50,7 +45,8 @@ ROPES = {"default": (), "linear": ("factor",),                # the scalings and
 class Config:
     """The shape of a Llama; the defaults are those of `random:` models."""
     dim: int = 512                     # D
-    layers: int = 8
+    layers: int = 8                    # L
+    num_key_value_layers: int = 0      # m of SwiftKV; 0 means L, so that there is none of it
     heads: int = 16                    # H
     kv_heads: int = 8                  # K
     head_dim: int = 0                  # Dh; 0 means D / H
@@ -69,6 +65,9 @@ class Config:
     def __post_init__(self):
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.dim // self.heads)
+        if not 0 <= self.num_key_value_layers <= self.layers:
+            raise UserError(f"num_key_value_layers = {self.num_key_value_layers} must be between 0 "
+                            f"(no SwiftKV) and {self.layers}, the number of layers")
         if self.heads % self.kv_heads:
             raise UserError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads "
                             f"equally")
@@ -79,6 +78,12 @@ class Config:
         if kind not in ROPES or not self.rope.keys() >= set(ROPES[kind]):
             raise UserError(f"rope {self.rope} is not supported; these rope_types are, with what "
                             f"each needs: {ROPES}")
+
+    @property
+    def swiftkv(self):
+        """Layers m ... L-1, which all take K and V from the residual stream leaving layer m-1
+        ("SwiftKV", arXiv 2410.03960)."""
+        return range(self.num_key_value_layers or self.layers, self.layers)
 
     @classmethod
     def random(cls, spec):
@@ -104,7 +109,7 @@ class Config:
                             f"{', '.join(FAMILIES)}")
         for key, plain in (("quantization_config", None), ("attention_bias", False),
                            ("mlp_bias", False), ("use_sliding_window", False),
-                           ("hidden_act", "silu")):
+                           ("hidden_act", "silu"), ("key_value_group_size", 1)):
             if (hf.get(key) or plain) != plain:
                 raise UserError(f"{directory}: {key} = {str(hf[key])[:60]} is not supported, "
                                 f"only {plain}")
@@ -118,11 +123,11 @@ class Config:
             eos |= set(ids) if isinstance(ids, list) else {ids}
         try:
             return cls(
-                dim=hf["hidden_size"], layers=hf["num_hidden_layers"],
-                heads=hf["num_attention_heads"],
+                dim=hf["hidden_size"], layers=hf["num_hidden_layers"], ffn=hf["intermediate_size"],
+                num_key_value_layers=hf.get("num_key_value_layers") or 0, vocab=hf["vocab_size"],
+                heads=hf["num_attention_heads"], head_dim=hf.get("head_dim") or 0,
                 kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-                head_dim=hf.get("head_dim") or 0, ffn=hf["intermediate_size"],
-                vocab=hf["vocab_size"], max_len=hf.get("max_position_embeddings", 2048),
+                max_len=hf.get("max_position_embeddings", 2048),
                 norm_eps=hf.get("rms_norm_eps", 1e-6), tied=hf.get("tie_word_embeddings", False),
                 rope=rope, dtype=hf.get("dtype") or hf.get("torch_dtype") or "float32",
                 eos=tuple(sorted(eos - {None})), **FAMILIES[family])
@@ -135,14 +140,17 @@ class Config:
         shapes = {"model.embed_tokens.weight": (self.vocab, D), "model.norm.weight": (D,)}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, D)
+        if self.swiftkv:
+            shapes["model.norm_swiftkv.weight"] = (D,)
         for i in range(self.layers):
+            kind = "_swiftkv" * (i in self.swiftkv)
             layer = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,),
-                     "self_attn.q_proj.weight": (q, D), "self_attn.k_proj.weight": (kv, D),
-                     "self_attn.v_proj.weight": (kv, D), "self_attn.o_proj.weight": (D, q),
+                     **{f"self_attn.{x}_proj{kind}.weight": (q if x == "q" else kv, D)
+                        for x in "qkv"}, "self_attn.o_proj.weight": (D, q),
                      "mlp.gate_proj.weight": (self.ffn, D), "mlp.up_proj.weight": (self.ffn, D),
                      "mlp.down_proj.weight": (D, self.ffn)}
             if self.qkv_bias:
-                layer |= {f"self_attn.{x}_proj.bias": (q if x == "q" else kv,) for x in "qkv"}
+                layer |= {f"self_attn.{x}_proj{kind}.bias": (q if x == "q" else kv,) for x in "qkv"}
             if self.qk_norm:
                 layer |= {f"self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -195,8 +203,10 @@ class Checkpoint(dict):
                 raise UserError(f"{path} is not a whole safetensors file ({e}): fetch it again")
         look = [(name, w.dtype, w.flatten()[:8].tolist()) for name, w in sorted(self.items())]
         self.fingerprint = hashlib.blake2b(repr(look).encode()).hexdigest()
-        # a tied model may store its head again, and old files keep the rotary frequencies
-        spare = ("rotary_emb.inv_freq", *["lm_head.weight"] * config.tied)
+        # a tied model may store its head again, old files keep the rotary frequencies, and those of
+        # SwiftKV the projections of the model that it was made from
+        spare = ("rotary_emb.inv_freq", *["lm_head.weight"] * config.tied,
+                 *(f"layers.{i}.self_attn.{x}_proj.weight" for i in config.swiftkv for x in "qkv"))
         wanted = config.tensors()
         found = {name: tuple(w.shape) for name, w in self.items()
                  if name in wanted or not name.endswith(spare)}
@@ -261,7 +271,7 @@ def shard_vocab(w, ranks, rank):
 class LayerWeights:
     """One rank's weights of one layer, for one mode of `blocks` blocks: sp in base, 1 in shift."""
     attention_norm: torch.Tensor       # (D,)
-    qkv: torch.Tensor                  # (blocks, D, C)
+    qkv: torch.Tensor                  # (blocks, D, C)       SwiftKV: q alone, (1, D, h*Dh)
     o: torch.Tensor                    # (blocks, h*Dh, D)
     mlp_norm: torch.Tensor             # (D,)
     gate_up: torch.Tensor              # (blocks, D, 2f)
@@ -269,6 +279,7 @@ class LayerWeights:
     qkv_bias: torch.Tensor = None      # (blocks, C)  Qwen2
     q_norm: torch.Tensor = None        # (Dh,)        Qwen3
     k_norm: torch.Tensor = None        # (Dh,)
+    kv: torch.Tensor = None            # (1, D, 2k*Dh)        SwiftKV: with it, one block only
 
     def block(self, s):
         """The same layer with block number s alone: views, no bytes of their own."""
@@ -290,9 +301,12 @@ class Batch:
     query_starts: torch.Tensor         # (R+1,) int32
     context_lens: torch.Tensor         # (R,) int32, this step's tokens included
     rows: list                         # the tokens whose logits are wanted, rising, 0 <= row < T
+    pools: int = 0                     # sums of final hidden states that are wanted, and
+    pool_of: torch.Tensor = None       # (T,) int64  which of them each token joins; `pools`: none
+    swiftkv: torch.Tensor = None       # (T, D) what later layers make K and V of; made in a step
 
     def to(self, device):
-        return Batch(**{name: value if name == "rows" else value.to(device)
+        return Batch(**{name: value.to(device) if torch.is_tensor(value) else value
                         for name, value in vars(self).items()})
 
 
@@ -308,31 +322,36 @@ class Llama:
 
         def load_layer(i):
             weight = lambda name: source[f"model.layers.{i}.{name}.weight"]
-            q, k, v, o = (weight(f"self_attn.{x}_proj") for x in "qkvo")
+            swift, width = i in config.swiftkv, layout.h * Dh
+            kind = "_swiftkv" * swift
+            # SwiftKV's layers run in shift mode only, and are stored so: this rank's block alone
+            own = (layout.shift, layout.block(rank)) if swift else (layout, rank)
+            qkv = shard_qkv(*(weight(f"self_attn.{x}_proj{kind}") for x in "qkv"), *own, Dh)
             layer = LayerWeights(
                 attention_norm=put(weight("input_layernorm")),
-                qkv=put(shard_qkv(q, k, v, layout, rank, Dh)),
-                o=put(shard_columns(o, layout, rank, layout.h * Dh)),
+                qkv=put(qkv[..., :width] if swift else qkv),
+                o=put(shard_columns(weight("self_attn.o_proj"), *own, width)),
                 mlp_norm=put(weight("post_attention_layernorm")),
-                gate_up=put(shard_gate_up(weight("mlp.gate_proj"), weight("mlp.up_proj"), layout,
-                                          rank)),
-                down=put(shard_columns(weight("mlp.down_proj"), layout, rank, layout.f)))
+                gate_up=put(shard_gate_up(weight("mlp.gate_proj"), weight("mlp.up_proj"), *own)),
+                down=put(shard_columns(weight("mlp.down_proj"), *own, layout.f)),
+                kv=put(qkv[..., width:]) if swift else None)
             if config.qkv_bias:
-                biases = (source[f"model.layers.{i}.self_attn.{x}_proj.bias"] for x in "qkv")
-                layer.qkv_bias = put(shard_qkv(*biases, layout, rank, Dh))
+                biases = (source[f"model.layers.{i}.self_attn.{x}_proj{kind}.bias"] for x in "qkv")
+                layer.qkv_bias = put(shard_qkv(*biases, *own, Dh))
             if config.qk_norm:
                 layer.q_norm, layer.k_norm = (put(weight(f"self_attn.{x}_norm")) for x in "qk")
             return layer
 
         base = [load_layer(i) for i in range(config.layers)]
-        shift = [layer.block(self.base.s) for layer in base]
+        shift = [layer.block(self.base.s) if layer.kv is None else layer for layer in base]
         self.weights = {"base": base, "shift": shift}
         self.embedding = put(source["model.embed_tokens.weight"])                   # (V, D)
         self.norm = put(source["model.norm.weight"])
+        self.norm_swiftkv = put(source["model.norm_swiftkv.weight"]) if config.swiftkv else None
         head = self.embedding if config.tied else source["lm_head.weight"]
         self.head = put(shard_vocab(head, layout.ranks, rank).T)                 # (D, V/P)
         self.cos, self.sin = (table.to(self.device) for table in rope_tables(config, max_len))
-        self.kv = []
+        self.kv, self.graphs = [], []                           # graphs: the largest first
 
     def allocate_kv(self, blocks, block_size):
         """A zeroed pool (2, N, k, B, Dh) for each layer: this rank's KV heads, in both modes."""
@@ -346,22 +365,64 @@ class Llama:
 
     @torch.inference_mode()
     def forward(self, batch, mode):
-        """Run a step; returns the logits (rows, V) of `batch.rows` on rank 0, None elsewhere."""
-        x = self.embed(batch, mode)
-        x = self.run_layers(x, 0, self.config.layers, mode, batch)
+        """Run a step; returns (logits, sums): the logits (rows, V) of `batch.rows` on rank 0, None
+        elsewhere; and the pooled hidden states (pools, D), None if there are no pools."""
+        fits = [graph for graph in self.graphs if mode is self.shift and not batch.pools
+                and len(batch.token_ids) <= graph.size]
+        if fits:
+            x = fits[-1].run(batch)
+        else:
+            x, batch, mode = self.hidden(batch.to(self.device), mode)
         self.link.mark("logits")
-        return self.logits(x, batch.rows, mode, len(batch.token_ids))
+        logits = self.logits(x, batch.rows, mode, len(batch.token_ids))
+        return logits, self.pool(x, batch, mode) if batch.pools else None
+
+    def hidden(self, batch, mode):
+        """x (t, D) after the last layer, and the batch and the mode that it ends in."""
+        x, later = self.embed(batch, mode), self.config.swiftkv
+        x = self.run_layers(x, 0, later.start, mode, batch)
+        if later:
+            x, batch = self.swift_kv(x, batch, mode)
+            mode = self.shift                           # a shift inside the forward
+            x = self.run_layers(x, later.start, later.stop, mode, batch)
+        return x, batch, mode
 
     def embed(self, batch, mode):
         """The embeddings (t, D) of this rank's slice of the tokens."""
         return self.embedding[batch.token_ids.split(token_slices(len(batch.token_ids), mode.sp))[
             mode.s]]
 
+    def swift_kv(self, x, batch, mode):
+        """Between layers m-1 and m: x (t, D) of `mode` -> x (n, D) of the n wanted rows, and the
+        Batch for the later layers. It has all T tokens, the wanted ones first: all of them leave
+        keys and values there, but only these bring queries; to attention, the rest are padding.
+        """
+        T, rows = len(batch.token_ids), batch.rows
+        x = self.gather(x, token_slices(T, mode.sp), mode, "swiftkv")                     # (T, D)
+        y = self.kernels.rms_norm(x, self.norm_swiftkv, self.config.norm_eps)
+        if len(rows) == T or batch.pools:               # all of them: decodes, texts to embed
+            return x, replace(batch, swiftkv=y)
+        assert {row + 1 for row in rows} <= {*rows, *batch.query_starts.tolist()}, (
+            f"rows {rows} are not the last of their requests")
+        order = torch.tensor(rows + sorted({*range(T)} - {*rows}), device=x.device)
+        starts = torch.searchsorted(order[:len(rows)].int(), batch.query_starts, out_int32=True)
+        tokens = {name: getattr(batch, name)[order]
+                  for name in ("token_ids", "positions", "slot_mapping")}
+        return x[rows], replace(batch, **tokens, query_starts=starts, rows=[*range(len(rows))],
+                                swiftkv=y[order])       # contexts end where they did
+
+    def gather(self, x, counts, mode, what):
+        """The rows x of every slice, counts[s] of slice s -> (sum(counts), D), on all ranks."""
+        if mode.sp == 1:
+            return x
+        return self.link.all_to_all(x.repeat(mode.sp, 1), [len(x)] * mode.sp, counts,
+                                    mode.sp_group, what)        # a copy for each destination
+
     def run_layers(self, x, first, last, mode, batch):
         """Layers first ... last-1 on x (t, D), this rank's slice of the tokens, in place."""
         c, ops, link, sp = self.config, self.kernels, self.link, mode.sp
         h, k, Dh = self.layout.h, self.layout.k, c.head_dim
-        C, T, t = (h + 2 * k) * Dh, len(batch.token_ids), x.shape[0]
+        T, t = len(batch.token_ids), x.shape[0]
         slices = token_slices(T, sp)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]             # (T, 1, Dh)
         for i in range(first, last):
@@ -369,9 +430,12 @@ class Llama:
             link.mark(f"layer {i}")
             y = ops.rms_norm(x, w.attention_norm, c.norm_eps)
             qkv = ops.matmul(y, w.qkv)                  # (t, D) @ (sp, D, C) -> (sp, t, C)
+            if w.kv is not None:                        # q of the first t tokens, k and v of all T
+                # (1, t, h*Dh), rows of zeros under it; (T, D) @ (1, D, 2k*Dh) -> (1, T, C)
+                qkv = torch.cat([F.pad(qkv, (0, 0, 0, T - t)), ops.matmul(batch.swiftkv, w.kv)], -1)
             if w.qkv_bias is not None:
                 qkv += w.qkv_bias[:, None]
-            qkv = qkv.view(sp * t, C)                   # already ordered by destination: no copy
+            qkv = qkv.flatten(0, 1)                     # already ordered by destination: no copy
             if sp > 1:                                  # my tokens, all heads -> all, my heads
                 qkv = link.all_to_all(qkv, [t] * sp, slices, mode.sp_group, "qkv")  # -> (T, C)
             qkv = qkv.view(T, h + 2 * k, Dh)
@@ -383,16 +447,14 @@ class Llama:
             if sp > 1:                                  # all tokens, my heads -> mine, all heads
                 o = link.all_to_all(o, slices, [t] * sp, mode.sp_group, "attention")
                 o = o.view(sp, t, h * Dh).transpose(0, 1).reshape(t, sp * h * Dh)
-            o = ops.matmul(o, w.o.flatten(0, 1))        # (t, sp*h*Dh) @ (sp*h*Dh, D) -> (t, D)
-            if mode.tp > 1:
-                o = link.all_reduce(o, mode.tp_group, "o")
-            x += o
+            elif t == 0:                                # SwiftKV, no row wanted: K, V are written
+                continue
+            o = ops.matmul(o[:t], w.o.flatten(0, 1))    # (t, sp*h*Dh) @ (sp*h*Dh, D) -> (t, D)
+            x += link.all_reduce(o, mode.tp_group, "o") if mode.tp > 1 else o
             y = ops.rms_norm(x, w.mlp_norm, c.norm_eps)
             y = ops.silu_mul(ops.matmul(y, w.gate_up))  # (t, D) @ (sp, D, 2f) -> (t, sp*f)
             y = ops.matmul(y, w.down.flatten(0, 1))     # (t, sp*f) @ (sp*f, D) -> (t, D)
-            if mode.tp > 1:
-                y = link.all_reduce(y, mode.tp_group, "mlp")
-            x += y
+            x += link.all_reduce(y, mode.tp_group, "mlp") if mode.tp > 1 else y
         return x
 
     def logits(self, x, rows, mode, T):
@@ -406,9 +468,7 @@ class Llama:
         owned = [[row - first for row in rows if first <= row < end]
                  for first, end in zip(starts, starts[1:])]     # the rows of each slice
         y = self.kernels.rms_norm(x[owned[mode.s]], self.norm, self.config.norm_eps)
-        if mode.sp > 1:                                 # a copy for each destination -> (n, D)
-            y = self.link.all_to_all(y.repeat(mode.sp, 1), [len(y)] * mode.sp,
-                                     [len(o) for o in owned], mode.sp_group, "logits")
+        y = self.gather(y, [len(o) for o in owned], mode, "logits")                 # (n, D)
         logits = self.kernels.matmul(y, self.head)      # (n, V/P), cut unevenly
         P, rank = self.link.size, self.link.rank
         if P > 1:                                       # (V/P, n) to rank 0 -> (V, n) -> (n, V)
@@ -417,6 +477,69 @@ class Llama:
                 logits.mT.contiguous(), [slices[rank]] + [0] * (P - 1),
                 [count * (rank == 0) for count in slices], self.link.everyone, "logits").mT
         return None if rank else logits.float().contiguous()
+
+    def pool(self, x, batch, mode):
+        """x (t, D) after the last layer -> (pools, D), the sums over the tokens of each pool."""
+        mine = batch.pool_of.split(token_slices(len(batch.pool_of), mode.sp))[mode.s]
+        y = self.kernels.rms_norm(x, self.norm, self.config.norm_eps).float()
+        sums = y.new_zeros(batch.pools + 1, y.shape[1]).index_add_(0, mine, y)
+        if mode.sp > 1:                                 # a pool's tokens may lie in several slices
+            sums = self.link.all_reduce(sums, mode.sp_group, "pool")
+        return sums[:-1]
+
+
+# --------------------------------------------------------------------------------------------------
+# CUDA graphs
+
+
+def cuda_capture(function, pool):
+    """Note which kernels `function` launches, NCCL's too, without running them. Returns a function
+    that launches them all at once, on the same memory, and what `function` returned.
+
+    pool    a torch.cuda.graph_pool_handle(): graphs may share one, if they never run side by side
+    """
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog, a thread, may look at its events meanwhile
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = function()
+    return graph.replay, result
+
+
+class Graph:
+    """`Llama.hidden` in shift mode for up to `size` tokens, captured once and replayed. With few
+    tokens the kernels are shorter than the time to launch them one by one.
+
+    A replay reads where the capture read: a Batch of `size` tokens and requests, of which a step
+    fills the first. The rest has no slot, so it never gets into the KV cache, and belongs to no
+    request, so no real token attends to it: padding costs time and bytes, and changes nothing.
+    (In base mode it would: it moves the slices.) The logits stay outside, as their rows vary.
+
+    pages    the longest block table
+    capture  as `cuda_capture`, its pool given
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model, size, pages, capture):
+        zeros = partial(torch.zeros, dtype=torch.int32, device=model.device)
+        self.size, self.link = size, model.link
+        # -1: no slot, and the last token and position, which will do as well as any
+        self.inputs = Batch(*(zeros(3, size) - 1).long(), zeros(size, pages), zeros(size + 1),
+                            zeros(size), rows=[*range(size)])
+        function = partial(model.hidden, self.inputs, model.shift)
+        function()                     # compiles kernels and connects ranks, which no graph can
+        self.link.log.clear()
+        self.replay, (self.x, *_) = capture(function)
+        self.calls = collectives_of(self.link.log)
+
+    def run(self, batch):
+        """x (size, D): its first rows are the step's."""
+        self.inputs.slot_mapping.fill_(-1)
+        self.inputs.query_starts.fill_(len(batch.token_ids))             # no queries
+        for static, tensor in [*zip(vars(self.inputs).values(), vars(batch).values())][:6]:
+            static[tuple(map(slice, tensor.shape))].copy_(tensor)        # the tensors
+        self.replay()
+        self.link.repeat(self.calls)   # while the GPU works
+        return self.x
 
 
 def rope_tables(config, length):
@@ -523,168 +646,3 @@ def sample(logits, params, positions):
             samples[i] = Sample(samples[i].token, logprobs[samples[i].token].item(),
                                 list(zip(best.indices.tolist(), best.values.tolist())))
     return samples
-
-
-# --------------------------------------------------------------------------------------------------
-# Text
-
-# What GPT-2 splits by, and the same with every digit on its own (SmolLM2)
-GPT2_SPLIT = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-DIGITS_SPLIT = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+")
-
-
-def byte_letters():
-    """The letter that stands for each byte in byte-level BPE files (GPT-2): printable bytes stand
-    for themselves, the other 68 for the letters from 256 up."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
-
-
-class Tokenizer:
-    """A tiktoken Encoding built from Hugging Face's tokenizer.json: byte-level BPE of the GPT-2,
-    Llama 3, Qwen and SmolLM families; and the model's chat template, in jinja2's sandbox."""
-
-    def __init__(self, directory, config):
-        import tiktoken
-        file = f"{directory}/tokenizer.json"
-        spec = read_json(directory, "tokenizer.json")
-        names = read_json(directory, "tokenizer_config.json", default={})
-        model, normalizer = spec.get("model") or {}, spec.get("normalizer") or {}
-        if model.get("type") != "BPE" or normalizer.get("type", "NFC") != "NFC":
-            raise UserError(f"{file}: only byte-level BPE is supported (GPT-2, Llama 3, Qwen, "
-                            f"SmolLM), not {model.get('type')} with normalizer "
-                            f"{normalizer.get('type')}")
-        added, texts = {}, {}
-        for token in spec.get("added_tokens", []):
-            if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
-                raise UserError(f"{file}: added token {token['content']!r} takes more or less than "
-                                f"its own text (lstrip, rstrip, single_word): not supported")
-            added[token["content"]] = token["id"]
-            texts[token["id"]] = b"" if token.get("special") else token["content"].encode()
-        letters = byte_letters()
-        try:
-            ranks = {bytes(letters[c] for c in token): i
-                     for token, i in model["vocab"].items() if token not in added}
-            made = [model["vocab"]["".join(pair).replace(" ", "")]        # of "a b", or ["a", "b"]
-                    for pair in model["merges"]]
-        except KeyError as e:
-            raise UserError(f"{file}: not byte-level BPE ({e} is lacking, or no byte's letter)")
-        if list(dict.fromkeys(made)) != sorted(set(made)):                # tiktoken merges by id
-            raise UserError(f"{file}: its merges are not in the order of the ids they make")
-        self.bytes = {i: token for token, i in ranks.items()} | texts
-        self.size = 1 + max(self.bytes)
-        for byte in range(256):                     # what the vocabulary lacks, encode drops; it
-            # does not join what was on both sides of it, as transformers would
-            ranks.setdefault(bytes([byte]), self.size + byte)
-        self.encoding = tiktoken.Encoding("model", pat_str=split_pattern(spec, file),
-                                          mergeable_ranks=ranks, special_tokens=added)
-        self.nfc = bool(normalizer)
-        named = [names.get(key) or "" for key in ("bos_token", "eos_token")]
-        self.bos_token, self.eos_token = (token["content"] if isinstance(token, dict) else token
-                                          for token in named)
-        self.eos = {*config.eos, added.get(self.eos_token)} - {None}
-        self.bos = first_special(spec, added)       # put in front of a plain prompt, if at all
-        self.template = chat_template(directory, names)
-
-    def encode(self, text, bos=True):
-        """Text -> ids. Special tokens written out in it count as themselves, as in transformers; a
-        beginning-of-text token is put in front unless there is one already."""
-        text = unicodedata.normalize("NFC", text) if self.nfc else text
-        try:
-            ids = [i for i in self.encoding.encode(text, allowed_special="all") if i < self.size]
-        except ValueError as e:                     # the regular expression gave up
-            raise UserError(f"a text of {len(text)} characters cannot be cut into words: {e}")
-        return [self.bos] + ids if bos and self.bos is not None and ids[:1] != [self.bos] else ids
-
-    def token_bytes(self, token):
-        """What a token adds to the output; special tokens and padding rows add nothing."""
-        return self.bytes.get(token, b"")
-
-    def decoder(self):
-        """Bytes in, text out, never half a character: `decode(bytes, final=False)`."""
-        return codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def chat(self, messages):
-        """Messages (role, content) -> the ids of the prompt, by the model's own template."""
-        if self.template is None:
-            raise UserError("this model has no chat template: use /v1/completions")
-        try:
-            text = self.template.render(messages=messages, add_generation_prompt=True, tools=None,
-                                        bos_token=self.bos_token, eos_token=self.eos_token)
-        except Exception as e:                      # a template is a program: any may be raised
-            raise UserError(f"the chat template refuses these messages: {e}") from None
-        return self.encode(text, bos=False)         # the template writes the beginning-of-text
-
-
-def chat_template(directory, names):
-    """The model's chat template, compiled, or None: a file of its own, else in tokenizer_config."""
-    path, source = Path(directory) / "chat_template.jinja", names.get("chat_template")
-    if path.is_file():
-        source = path.read_text(encoding="utf-8")
-    if isinstance(source, list):                    # several, by name
-        source = {one["name"]: one["template"] for one in source}.get("default")
-    if not source:
-        return None
-
-    def refuse(message):
-        raise TemplateError(message)
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                        extensions=["jinja2.ext.loopcontrols"])
-    env.globals.update(raise_exception=refuse,
-                       strftime_now=lambda pattern: datetime.now().strftime(pattern))
-    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    try:
-        return env.from_string(source)
-    except TemplateError as e:
-        raise UserError(f"{directory}: the chat template cannot be read: {e}") from None
-
-
-def split_pattern(spec, file):
-    """The regular expression that cuts text into words before BPE, from the pre_tokenizer."""
-    first = spec.get("pre_tokenizer") or {}
-    steps = [{"use_regex": True, **step} for step in first.get("pretokenizers", [first])]
-    match steps:
-        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
-            return GPT2_SPLIT
-        case [{"type": "Digits", "individual_digits": True},
-              {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
-            return DIGITS_SPLIT
-        case [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated",
-               "invert": False},
-              {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]:
-            return pattern                          # Llama 3, Qwen
-    raise UserError(f"{file}: this kind of pre_tokenizer, {[step.get('type') for step in steps]}, "
-                    f"is not supported (those of GPT-2, Llama 3, Qwen and SmolLM are)")
-
-
-def first_special(spec, added):
-    """The id that the post_processor puts in front of every text, or None."""
-    first = spec.get("post_processor") or {}
-    for step in first.get("processors", [first]):
-        match step:
-            case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": token}}, *_]}:
-                return added[token]
-
-
-class RawTokens:
-    """The tokenizer of `random:` models, which know no words: "17 4 99" is three token ids."""
-    eos, bos = frozenset(), None
-
-    def __init__(self, config):
-        self.vocab = config.vocab
-
-    def encode(self, text, bos=True):
-        try:
-            return [int(word) for word in text.split()]
-        except ValueError:
-            raise UserError(f"a random: model knows no words, only token ids below {self.vocab}, "
-                            f"such as [17, 4] or \"17 4\"; not {text[:40]!r}") from None
-
-    def token_bytes(self, token):
-        return f"{token} ".encode()
-
-    decoder = Tokenizer.decoder
-
-    def chat(self, messages):
-        raise UserError("a random: model has no chat template: use /v1/completions")

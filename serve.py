@@ -31,21 +31,24 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from assets.explain import explain
+from assets.explain import announce, explain
 from assets.metrics import Metrics
 from assets.page import add_page
-from assets.protocol import ChatBody, CompletionBody, Failure, Gate
+from assets.protocol import ChatBody, CompletionBody, EmbeddingBody, Failure, Gate
+from assets.tokenizer import RawTokens, Tokenizer
 from assets.trace_file import TraceFile
-from kernels import NativeKernels, TorchKernels, why_not_native
-from model import (Batch, Checkpoint, Config, Llama, RandomWeights, RawTokens, SamplingParams,
-                   Tokenizer, find_model, sample)
+from kernels import NativeKernels, TorchKernels, TritonKernels, why_not_native
+from model import (Batch, Checkpoint, Config, Graph, Llama, RandomWeights, SamplingParams,
+                   cuda_capture, find_model, sample)
 from shift import (STOPS, Layout, Link, LostRank, Step, Switch, Trace, UserError, both_modes,
                    connect, cores, launch, split_ranks)
 
@@ -63,6 +66,7 @@ class Request:
     id: int
     tokens: list                       # the prompt, then the output so far
     num_prompt: int
+    pooling: str = None                # to embed, not to continue: "mean", "last" or "first" token
     num_computed: int = 0              # tokens whose keys and values are in the cache
     draft: list = ()                   # guessed tokens that follow, to be verified in the next step
     blocks: list = None                # the block table: block i holds tokens [i*B, (i+1)*B)
@@ -175,7 +179,7 @@ class Scheduler:
 
         sampled   for each request of the plan whose last token was computed: its new tokens, which
                   are the accepted drafts and one more
-        added     [(id, prompt tokens)]
+        added     [(id, prompt tokens)], or with a third, to embed: see Request.pooling
         finished  ids to forget, complete or cancelled; one just added may be among them
         drafts    [(id, tokens that may come after those just sampled)]
         """
@@ -183,15 +187,16 @@ class Scheduler:
         for request, count in self.plan:
             before, request.draft = request.num_computed, ()
             request.num_computed += count
-            if request.num_computed >= len(request.tokens):  # of rejected drafts nothing is left:
-                request.tokens += next(sampled)              # what comes next writes to their slots
+            if request.num_computed >= len(request.tokens) and not request.pooling:
+                request.tokens += next(sampled)
+                # Of rejected drafts nothing is left: what comes next writes to their slots.
                 request.num_computed = min(request.num_computed, len(request.tokens) - 1)
             self._publish(request, before)
         self.plan = []
         for id, draft in drafts:
             self.requests[id].draft = draft
-        for id, tokens in added:
-            self.requests[id] = Request(id, list(tokens), len(tokens), hashes=[])
+        for id, tokens, *pooling in added:
+            self.requests[id] = Request(id, list(tokens), len(tokens), *pooling, hashes=[])
             self.waiting.append(self.requests[id])
         for id in finished:
             request = self.requests.pop(id)
@@ -202,8 +207,9 @@ class Scheduler:
                 self.blocks.release(request.blocks)
 
     def _publish(self, request, before):
-        """Offer the blocks that were filled since `before` tokens were computed."""
-        full = request.num_computed // self.blocks.block_size
+        """Offer the blocks that were filled since `before` tokens were computed. Of a text to embed
+        nothing is kept, nor is it found: all its hidden states are wanted."""
+        full = 0 if request.pooling else request.num_computed // self.blocks.block_size
         self.blocks.extend_hashes(request, full)
         for i in range(before // self.blocks.block_size, full):
             self.blocks.publish(request.blocks[i], request.hashes[i])
@@ -262,7 +268,7 @@ class Scheduler:
         """Blocks for all its tokens, from the prefix cache where possible. The last token is always
         computed, for its logits, so it is never in a matched block and no matched block is written.
         One block stays free for each running request, or they would preempt it straight away."""
-        full = (len(request.tokens) - 1) // self.blocks.block_size
+        full = 0 if request.pooling else (len(request.tokens) - 1) // self.blocks.block_size
         self.blocks.extend_hashes(request, full)
         matched = self.blocks.match(request.hashes[:full])
         need = self.blocks.pages(len(request.tokens)) - len(matched)
@@ -285,6 +291,7 @@ Event = namedtuple("Event", "output text samples finish")    # finish: None, or 
 
 class Output:
     """The text of one request as it grows: stop strings, half characters, log-probabilities."""
+    pooling = None                     # it is continued, not embedded
 
     def __init__(self, id, prompt, params, tokenizer, index=0, queue=None):
         self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
@@ -333,6 +340,39 @@ class Output:
                 if any(stop.startswith(held[-size:]) for stop in self.params.stop):
                     return held[:-size], held[-size:]
         return held, ""
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What to make of a text instead of continuing it: one vector, normalised to length 1.
+
+    pooling     the mean of all final hidden states, the last token's (which has seen all), or the
+                first's           dimensions  how many of them to keep, before normalising
+    """
+    pooling: str = "mean"
+    dimensions: int = None
+    max_tokens, stop_token_ids, seed, ignore_eos = 0, (), 0, True        # as in SamplingParams
+
+    def __post_init__(self):
+        if self.pooling not in ("mean", "last", "first"):
+            raise UserError(f"pooling = {self.pooling!r:.60} is none of mean, last, first")
+
+
+class Embedding(Output):
+    """An Output without text: the vector of the prompt, as its sums come in, chunk by chunk."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.vector, self.pooling = 0, self.params.pooling
+
+    def push(self, sums, last):
+        """Add sums (D,); in the end `vector` is bytes, of float32: as Python floats it would cost
+        more than the model (Arctic Inference, arXiv 2507.11830)."""
+        self.vector, self.last = self.vector + sums, time.monotonic()
+        if last:
+            vector = F.normalize(self.vector[:self.params.dimensions], dim=0)
+            self.vector, self.finish = vector.cpu().numpy().tobytes(), "stop"
+        return Event(self, "", [], self.finish)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -464,6 +504,8 @@ class Options:
     link_gbps: float = option(None, "emulate a slower link: gigabits a second", least=1e-6)
     link_us: float = option(None, "emulate a slower link: microseconds a collective", least=0)
     kernels: str = option("auto", "on CPUs: c where there is a compiler", "auto, c, torch")
+    eager: bool = option(False, "on GPUs: no CUDA graphs, as with --trace and --explain 2")
+    gpu_memory: float = option(0.9, "share of a GPU's memory to use", least=0.01, most=1)
     dtype: str = option("auto", "on CPUs float32", "auto, float32, bfloat16, float16")
     max_model_len: int = option(None, "longest prompt + output; default: the model's", least=1)
     max_step_tokens: int = option(2048, "tokens in a step", least=1)
@@ -507,7 +549,7 @@ def make_link(options, link):
                         f"ranks and {gpus} GPUs: start fewer ranks, or use --link shm or gloo")
     if gpus:
         torch.cuda.set_device(local)
-        return Link("nccl", link.world_ranks, f"cuda:{local}", emulate), TorchKernels(), ""
+        return Link("nccl", link.world_ranks, f"cuda:{local}", emulate), TritonKernels(), ""
     threads = max(1, cores() // here)
     missing = next((reason for reason in link.gather(why_not_native()) if reason), None)
     no_c = missing or options.dtype not in ("auto", "float32") and f"--dtype {options.dtype}"
@@ -536,6 +578,7 @@ class Engine:
     """
     IDLE_TICK = 2.0                    # seconds between signs of life while there is nothing to do
     TIMED = 64                         # tokens of a prompt in the calibration of the switch
+    GRAPHED = (*range(256, 0, -8), 4, 2, 1)                  # tokens of a step: CUDA graphs
 
     def __init__(self, ranks=None, **options):
         self.options = Options(**options)
@@ -546,10 +589,16 @@ class Engine:
         self.link, self.kernels, self.remark = make_link(self.options, self.link)
         self.rank = self.link.rank
         self._load()
-        self._allocate_kv()
+        self._size_kv()
         self.scheduler = Scheduler(BlockManager(self.num_blocks, self.options.block_size),
                                    self.options.max_seqs, self.options.max_step_tokens)
-        self.switch = self.first_switch = self._make_switch()
+        with self.link.together():
+            self.switch = self.first_switch = self._make_switch()
+            self.model.allocate_kv(self.num_blocks, self.options.block_size)
+        if self.link.device.type == "cuda":
+            with self.link.together():
+                self._capture(partial(cuda_capture, pool=torch.cuda.graph_pool_handle()))
+        self.link.counts.clear()       # of what was only tried
         self.trace, self.file = Trace(), TraceFile(self.link, self.options)
         self.sampled, self.finished, self.drafts = [], [], []
         self.drafter = Drafter() if self.options.speculate == "suffix" else None
@@ -588,25 +637,49 @@ class Engine:
         with link.together():
             self.model = Llama(config, source, self.layout, link, (self.base, self.shift),
                                self.max_model_len, dtype, self.kernels)
+            # for the steps that `_profile` and `_time_step` try
+            self.model.allocate_kv(-(-self.TIMED // options.block_size), options.block_size)
 
-    def _allocate_kv(self):
+    def _size_kv(self):
         """The pool: as many blocks as asked for or as fit, the same number on every rank."""
         options, config, size = self.options, self.config, self.options.block_size
-        nbytes = 2 * config.layers * self.layout.k * size * config.head_dim
-        nbytes *= self.model.dtype.itemsize
+        token = 2 * config.layers * self.layout.k * config.head_dim * self.model.dtype.itemsize
         if self.link.device.type == "cpu":
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
             memory //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         else:
-            memory = int(torch.cuda.mem_get_info(self.link.device)[0] * 0.8)
-        fits = min(self.link.gather(memory // nbytes))
+            with self.link.together():
+                self._profile()
+                free, total = torch.cuda.mem_get_info()
+                memory = int(free - (1 - options.gpu_memory) * total)
+        fits = min(self.link.gather(memory // (token * size)))
         useful = -(-self.max_model_len // size) * options.max_seqs
-        self.num_blocks = options.kv_blocks or min(fits, useful)
+        self.num_blocks = options.kv_blocks or max(0, min(fits, useful))
         self.max_model_len = min(self.max_model_len, self.num_blocks * size)
         if self.max_model_len < (options.max_model_len or 1):
-            raise UserError(f"--max-model-len {options.max_model_len} is more than the pool's "
-                            f"{self.num_blocks} blocks x {size}: raise --kv-blocks")
-        self.model.allocate_kv(self.num_blocks, size)
+            raise UserError(f"--max-model-len {options.max_model_len or 1} is more than the pool's "
+                            f"{self.num_blocks} blocks x {size}: raise --kv-blocks or --gpu-memory")
+
+    def _profile(self):
+        """Run the largest step in each mode, and sample: torch keeps the memory that this takes, so
+        what is still free is the pool's. Nothing is sent: no rank waits for one without memory."""
+        self.link.silent, seqs = True, self.options.max_seqs
+        self._time_step("base", self.options.max_step_tokens)
+        self._time_step("shift", self.options.max_step_tokens)
+        self.link.silent = False
+        logits = torch.zeros(seqs, self.config.vocab, device=self.link.device)
+        sample(logits, [SamplingParams(seed=0)] * seqs, range(seqs))
+
+    def _capture(self, capture):
+        """CUDA graphs of the steps that the switch runs in shift mode; the small ones fit in the
+        memory of the large. A replay can not be traced, nor its link slowed: then none is made."""
+        options, start, before = self.options, time.perf_counter(), torch.cuda.memory_reserved()
+        eager = options.eager or options.trace or options.explain > 1 or self.link.emulate
+        pages = self.scheduler.blocks.pages(self.max_model_len)
+        self.model.graphs = [Graph(self.model, size, pages, capture) for size in self.GRAPHED
+                             if not eager and self.switch.shift[size:size + 1] == [True]]
+        seconds, memory = time.perf_counter() - start, torch.cuda.memory_reserved() - before
+        self.remark += f", {len(self.model.graphs)} CUDA graphs ({seconds:.1f} s, {memory:,} bytes)"
 
     def _make_switch(self):
         options, most = self.options, self.options.max_step_tokens
@@ -616,34 +689,30 @@ class Engine:
             return Switch.at(int(options.threshold), most)
         if self.link.size == 1:
             return Switch.at(most, most, "one rank: the modes are the same")
-        switch = Switch.measured(self._time_step, most, self.link)
-        self.link.counts.clear()
-        for kv in self.model.kv:
-            kv[:, :self.scheduler.blocks.pages(self.TIMED)].zero_()
-        return switch
+        return Switch.measured(self._time_step, most, self.link)
 
     @torch.inference_mode()
     def _time_step(self, name, tokens):
         """Seconds of a forward pass over prompts of up to TIMED tokens. Two layers stand for all,
-        as they are alike; the logits are run too: with few tokens their collectives count."""
+        as they are alike; the logits are run too: with few tokens their collectives count. What
+        SwiftKV does after its first layers takes as long in either mode, and is left out."""
         length = min(self.TIMED, tokens, self.max_model_len)
-        blocks = [*range(self.scheduler.blocks.pages(length))]           # all prompts write to them
+        blocks = [*range(-(-length // self.options.block_size))]         # all prompts write to them
         prompts = [[0] * min(length, tokens - first) for first in range(0, tokens, length)]
-        batch, _ = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
-                                for prompt in prompts])
+        batch = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
+                             for prompt in prompts])[0].to(self.link.device)
         mode = self.base if name == "base" else self.shift
-        x, run = self.model.embed(batch, mode), min(2, self.config.layers)
+        x, run = self.model.embed(batch, mode), min(2, self.config.swiftkv.start)
 
         def now():
-            if self.link.device.type == "cuda":
-                torch.cuda.synchronize()
+            torch.get_device_module(self.link.device).synchronize()
             return time.perf_counter()
         self.link.barrier()
         start = now()
         self.model.run_layers(x, 0, run, mode, batch)
         middle = now()
         self.model.logits(x, batch.rows, mode, tokens)
-        return (middle - start) * self.config.layers / run + now() - middle
+        return (middle - start) * self.config.swiftkv.start / run + now() - middle
 
     def _same_everywhere(self, **values):
         """Ranks that were started differently would wait for each other for ever: say so."""
@@ -675,9 +744,9 @@ class Engine:
         tokens = sum(count for _, count in plan)
         mode = self.shift if self.switch(tokens) == "shift" else self.base      # the switch
         batch, sampling = self._build(plan)
-        logits = self.model.forward(batch, mode)
+        logits, sums = self.model.forward(batch, mode)
         if self.rank == 0:
-            self._deliver(sampling, logits)
+            self._deliver(plan, sampling, logits, sums)
         self._record(plan, tokens, mode, start)
         return True
 
@@ -703,11 +772,20 @@ class Engine:
         self.closing, self.refusal = False, None
         return outputs
 
+    def embed(self, prompts, pooling="mean", dimensions=None):
+        """The vectors (prompts, dimensions) of texts or lists of token ids, float32, on rank 0.
+        As `generate`: call it on every rank."""
+        outputs = self.generate(prompts, Pooling(pooling, dimensions))
+        if outputs:
+            vectors = bytearray().join(output.vector for output in outputs)
+            return torch.frombuffer(vectors, dtype=torch.float32).view(len(outputs), -1)
+
     def _build(self, plan):
         """The plan as tensors, and those requests whose next token this step samples: a row of
         logits for their last token and for each drafted one."""
         size = self.options.block_size
         token_ids, positions, slots, starts, rows, sampling = [], [], [], [0], [], []
+        pooled, pool_of = [request for request, _ in plan if request.pooling], []
         for request, count in plan:
             first, last = request.num_computed, request.num_computed + count
             token_ids += request.tokens[first:last]
@@ -715,15 +793,20 @@ class Engine:
             positions += range(first, last)
             slots += [request.blocks[i // size] * size + i % size for i in range(first, last)]
             starts.append(starts[-1] + count)
-            if last >= len(request.tokens):
+            if pooled:
+                known = len(request.tokens)
+                pool = pooled.index(request) if request.pooling else len(pooled)
+                joins = {"last": (known - 1,), "first": (0,)}.get(request.pooling, range(known))
+                pool_of += [pool if i in joins else len(pooled) for i in range(first, last)]
+            if last >= len(request.tokens) and not request.pooling:
                 rows += range(starts[-1] - 1 - len(request.draft), starts[-1])
                 sampling.append(request)
         pages = max(len(request.blocks) for request, _ in plan)
         tables = [request.blocks + [0] * (pages - len(request.blocks)) for request, _ in plan]
         contexts = [request.num_computed + count for request, count in plan]
         short = (torch.tensor(values, dtype=torch.int32) for values in (tables, starts, contexts))
-        batch = Batch(*map(torch.tensor, (token_ids, positions, slots)), *short, rows)
-        return batch.to(self.link.device), sampling
+        return Batch(*map(torch.tensor, (token_ids, positions, slots)), *short, rows, len(pooled),
+                     torch.tensor(pool_of)), sampling
 
     def _record(self, plan, tokens, mode, start):
         """Count this step, and tell the trace and --explain's reader of it."""
@@ -758,7 +841,8 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=int.from_bytes(os.urandom(8), "big"))
         with self.wake:
-            output = Output(next(self.ids), prompt, params, self.tokenizer, index, queue)
+            kind = Embedding if isinstance(params, Pooling) else Output
+            output = kind(next(self.ids), prompt, params, self.tokenizer, index, queue)
             self.inbox.append(output)
             self.wake.notify()
         return output
@@ -818,7 +902,7 @@ class Engine:
         if cancelled:
             self.on_events([Event(output, "", [], output.finish) for output in cancelled])
         message = {"sampled": self.sampled, "finished": self.finished,
-                   "added": [(output.id, output.prompt) for output in added],
+                   "added": [(output.id, output.prompt, output.pooling) for output in added],
                    "drafts": self.drafts,
                    "asks": [(what, value) for what, value, _ in [*self.asks]],
                    "stop": self.closing and not (self.outputs or self.inbox)}
@@ -826,10 +910,22 @@ class Engine:
         return message
 
     @torch.inference_mode()
-    def _deliver(self, sampling, logits):
-        """Sample, and tell the clients. The other ranks hear of it in the next message."""
-        if not sampling:
-            return
+    def _deliver(self, plan, sampling, logits, sums):
+        """What the step found, for the clients. The other ranks hear of it in the next message."""
+        pooled = [pair for pair in plan if pair[0].pooling]
+        events = [self.outputs[request.id].push(row, last=request.num_computed + count
+                                                == len(request.tokens))
+                  for (request, count), row in zip(pooled, () if sums is None else sums)]
+        if sampling:
+            events += self._sample(sampling, logits)
+        for output in {event.output.id: event.output for event in events if event.finish}.values():
+            self.finished.append(output.id)
+            del self.outputs[output.id]
+            self.file.request(output.id, output.arrived, output.last)
+        self.on_events(events)
+
+    def _sample(self, sampling, logits):
+        """Draw the next tokens from logits (rows, V), and the drafts after them. The Events."""
         events = verify([self.outputs[request.id] for request in sampling],
                         [request.draft for request in sampling], logits)
         room = Scheduler.SMALL // len(self.scheduler.running) - 1
@@ -840,13 +936,9 @@ class Engine:
             self.drafted += drafted
             self.accepted += len(new) - 1
             self.sampled.append(new)
-            if output.finish:
-                self.finished.append(output.id)
-                del self.outputs[output.id]
-                self.file.request(output.id, output.arrived, output.last)
             if self.drafter:
                 self.drafts += self.drafter.next(output, room)
-        self.on_events(events)
+        return events
 
 
 # --------------------------------------------------------------------------------------------------
@@ -874,10 +966,6 @@ class Api:
             status = self.engine.refusal or ("slow" if late else "ok")
             return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
-        @app.get("/metrics")
-        async def metrics():
-            return self.metrics.response()
-
         add_page(app, self)
 
         @app.get("/v1/models")
@@ -888,6 +976,10 @@ class Api:
         @app.post("/v1/completions")
         async def completions(body: CompletionBody, request: fastapi.Request):
             return await self._answer(body, request)
+
+        @app.post("/v1/embeddings")
+        async def embeddings(body: EmbeddingBody, request: fastapi.Request):
+            return await self._embed(body, request)
 
         @app.post("/v1/chat/completions")
         async def chat_completions(body: ChatBody, request: fastapi.Request):
@@ -912,33 +1004,54 @@ class Api:
                           f"{most} requests may run or wait", headers={"retry-after": "1"})
 
     async def _answer(self, body, request):
-        """Submit every choice of every prompt, all or none; stream or collect their events."""
-        prompts, n = body.prompts(), body.n or 1             # texts, ids, or conversations
-        self._admit(body, len(prompts) * n)
-        if not all(prompts):
-            raise UserError("the prompt is empty: give it at least one character or token id")
-        prompts = [await asyncio.to_thread(body.encode, self.tokenizer, one) for one in prompts]
+        """Submit every choice of every prompt; stream or collect their events."""
+        prompts, n = await self._encode(body), body.n or 1
         params = body.sampling(room=max(1, self.engine.max_model_len - len(prompts[0])))
         choices = [params if params.seed is None else replace(params, seed=params.seed + i)
                    for i in range(n)]
-        for prompt in prompts:
-            self.engine.admissible(prompt, params)
         prefix, whole, chunk = body.KIND
         head = {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
                 "object": chunk if body.stream else whole, "model": self.name}
-        call = asyncio.Queue()
-        call.name = head["id"]
-        outputs = [self.engine.submit(prompt, choice, i, call) for i, (prompt, choice)
-                   in enumerate(itertools.product(prompts, choices))]
-        call.guard = asyncio.create_task(self._cancel_after(request, outputs))
+        outputs = self._submit(head["id"], request, itertools.product(prompts, choices))
         if body.stream:
             return StreamingResponse(self._stream(body, head, outputs),
                                      media_type="text/event-stream")
         async for _ in self._events(outputs):
             pass
-        return JSONResponse({**head, "usage": self._usage(outputs, n), "choices": [
-            self._choice(body, output, output.text, output.samples, output.finish)
+        return JSONResponse({**head, "usage": body.usage(outputs), "choices": [
+            body.choice(output, output.text, output.samples, output.finish)
             for output in outputs]})
+
+    async def _encode(self, body):
+        """The prompts (texts, ids, or conversations) as token ids; outside the engine's thread."""
+        prompts = body.prompts()
+        self._admit(body, len(prompts) * (body.n or 1))
+        if not all(prompts):
+            raise UserError("the prompt is empty: give it at least one character or token id")
+        return await asyncio.to_thread(lambda: [body.encode(self.tokenizer, one)
+                                                for one in prompts])
+
+    def _submit(self, name, request, pairs):
+        """Queue all (prompt, params) or none; returns their Outputs, which share one queue."""
+        pairs = [*pairs]
+        for pair in pairs:
+            self.engine.admissible(*pair)
+        call = asyncio.Queue()
+        call.name = name
+        outputs = [self.engine.submit(*pair, i, call) for i, pair in enumerate(pairs)]
+        call.guard = asyncio.create_task(self._cancel_after(request, outputs))
+        return outputs
+
+    async def _embed(self, body, request):
+        """The vectors of all inputs, in order."""
+        params, most = Pooling(body.pooling or "mean", body.dimensions), self.engine.config.dim
+        if (body.dimensions or 1) > most:
+            raise UserError(f"dimensions = {body.dimensions} > the model's {most}")
+        outputs = self._submit(f"embd-{os.urandom(12).hex()}", request,
+                               [(prompt, params) for prompt in await self._encode(body)])
+        async for _ in self._events(outputs):
+            pass
+        return Response(body.answer(self.name, outputs), media_type="application/json")
 
     async def _cancel_after(self, request, outputs):
         """Forget what is unfinished when the answer has been sent, or its client has gone."""
@@ -956,9 +1069,9 @@ class Api:
                     "role": "assistant", "content": ""}}])
             async for event in self._events(outputs):
                 if event.text or event.finish or event.output.params.logprobs is not None:
-                    yield pack(choices=[self._choice(body, *event)])
+                    yield pack(choices=[body.choice(*event)])
             if (body.stream_options or {}).get("include_usage"):
-                yield pack(choices=[], usage=self._usage(outputs, body.n or 1))
+                yield pack(choices=[], usage=body.usage(outputs))
             yield "data: [DONE]\n\n"
         except Failure as error:                             # too late for a status: an error event
             yield f"data: {json.dumps(error.body)}\n\n"
@@ -985,21 +1098,6 @@ class Api:
             line = event.finish and self.metrics.finished(output, event.finish)
             if line and not self.flags.quiet:
                 print(line + "\n", end="", flush=True)       # in one write: threads share stdout
-
-    def _usage(self, outputs, n):
-        prompts = sum(len(output.prompt) for output in outputs[::n])         # each only once
-        completions = sum(len(output.tokens) for output in outputs)
-        drafted, accepted = (sum(getattr(output, name) for output in outputs)
-                             for name in ("drafted", "accepted"))
-        return {"prompt_tokens": prompts, "completion_tokens": completions,
-                "total_tokens": prompts + completions, "completion_tokens_details": {
-                    "accepted_prediction_tokens": accepted,
-                    "rejected_prediction_tokens": drafted - accepted}}
-
-    def _choice(self, body, output, text, samples, finish):
-        asked = output.params.logprobs is not None
-        return {"index": output.index, **body.content(text), "finish_reason": finish,
-                "logprobs": body.likelihoods(output, samples) if asked else None}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1070,6 +1168,7 @@ def serve(flags):
         ended.set()
         engine.fail("the engine has ended: a rank is lost, or failed")
         finish()
+    engine.model.graphs.clear()        # NCCL waits for ever for a graph that holds its calls
     dist.destroy_process_group()
 
 
@@ -1104,14 +1203,7 @@ def start_http(engine, flags, listener, began):
     thread.start()
     while thread.is_alive() and not server.started:
         time.sleep(0.01)
-    host, port = listener.getsockname()[:2]
-    if not (flags.api_key or host.startswith("127.") or host == "::1"):
-        print(f"serve.py: warning: no --api-key, and {host} is public", file=sys.stderr, flush=True)
-    print(f"nanoshift: {name}, {engine.link.size} ranks (sp {engine.layout.sp} x tp "
-          f"{engine.layout.tp}), {engine.link.backend} link{engine.remark}, context "
-          f"{engine.max_model_len}, {engine.num_blocks} KV blocks\n"
-          f"switch: {engine.switch} ({engine.switch.why})\n"
-          f"ready in {time.perf_counter() - began:.1f} s: http://{host}:{port}", flush=True)
+    announce(engine, name, flags, listener.getsockname(), time.perf_counter() - began)
 
     def finish():
         server.should_exit = True

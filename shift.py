@@ -251,7 +251,8 @@ class Link:
     `counts[op, what]` sums calls, bytes sent to other ranks, and seconds. A ring all_reduce of n
     ranks counts 2(n-1)/n of its tensor, the others exactly what leaves this rank. On a GPU the
     seconds are those of the launch; the work is asynchronous. `log` has the last calls, each with
-    the fields of Call (as a plain tuple: all are written, few are read).
+    the fields of Call (as a plain tuple: all are written, few are read). While `silent` is set
+    nothing is sent, and what is received is whatever was in memory: to see what a step needs.
     """
     HEADER, PACKET = 8, 4096          # bytes: a message's length; what one broadcast carries
 
@@ -262,7 +263,7 @@ class Link:
         self.size = len(self.world_ranks)
         self.backend, self.device, self.emulate = backend, torch.device(device), emulate
         self.counts, self.log = defaultdict(Count), deque(maxlen=4096)
-        self._groups = {}
+        self._groups, self.silent = {}, False
         self._gloo = TorchGroup(self.world_ranks, "gloo") if self.size > 1 else Alone()
         self.everyone = self.group(range(self.size))
         # Messages between the schedulers are for CPUs: shared memory if there is, else gloo.
@@ -280,6 +281,8 @@ class Link:
                                        patience=1800)
             elif len(ranks) > 1:
                 carrier = TorchGroup([self.world_ranks[r] for r in ranks], self.backend)
+                if self.backend == "nccl":     # it connects at the first call: no graph can hold it
+                    carrier.all_reduce(torch.zeros(1, device=self.device))
             self._groups[ranks] = Group(ranks, index, carrier)
         return self._groups[ranks]
 
@@ -288,7 +291,7 @@ class Link:
         to who traces, with the tensors before and after."""
         start = time.perf_counter()
         try:
-            result = function(*args)
+            result = None if self.silent else function(*args)
         except RuntimeError as e:
             cause = str(e).split("] ", 1)[-1].split(". ")[0]     # without source file and advice
             raise LostRank(f"another rank is gone ({what} {op}: {cause})") from e
@@ -310,6 +313,13 @@ class Link:
     def mark(self, what):
         """A point in time between the calls of `log`: where a layer begins."""
         self.log.append(("mark", what, (), (), (), 0, time.perf_counter(), 0))
+
+    def repeat(self, calls):
+        """Count and log these Calls again, which a CUDA graph makes unseen, at some later time."""
+        for call in calls:
+            self.counts[call.op, call.what].calls += 1
+            self.counts[call.op, call.what].bytes += call.bytes
+            self.log.append((*call[:-2], time.perf_counter(), 0))
 
     def all_reduce(self, x, group, what):
         """Sum x over the group, in place, and return it."""
@@ -370,6 +380,9 @@ class Link:
         error = None
         try:
             yield
+        except torch.OutOfMemoryError:
+            error = UserError(f"out of memory on {self.device}: raise --tp, or lower "
+                              f"--max-step-tokens, --max-seqs, --kv-blocks or --gpu-memory")
         except Exception as e:                       # whatever it is, the others must know
             error = e
         told = self.gather(None if error is None else str(error) or repr(error))
@@ -497,12 +510,6 @@ class Switch:
         return cls([tokens <= threshold for tokens in range(max_tokens + 1)],
                    why or f"threshold {threshold}", None if why else threshold)
 
-    def reason(self, tokens):
-        """Why a step of so many tokens runs in its mode, in a few words."""
-        if self.threshold is None:
-            return self.why
-        return f"{tokens} {'<=' if self.shift[tokens] else '>'} threshold {self.threshold}"
-
     @classmethod
     def measured(cls, step_seconds, max_tokens, link, budget=6.0):
         """Time both modes instead of guessing, at powers of two, for about `budget` seconds.
@@ -540,14 +547,18 @@ class Switch:
 # What happened
 
 
+def collectives_of(calls):
+    """The Calls among what `Link.log` had of a step: all but the marks."""
+    return [Call(*call) for call in calls if call[0] != "mark"]
+
+
 class Step(namedtuple("Step", "number tokens prefill decode mode start end calls")):
     """One step of this rank: start and end in seconds, calls as `Link.log` had them."""
     __slots__ = ()
 
     @property
     def collectives(self):
-        """Its Calls, without the marks between them."""
-        return [Call(*call) for call in self.calls if call[0] != "mark"]
+        return collectives_of(self.calls)
 
     @property
     def milliseconds(self):

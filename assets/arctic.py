@@ -18,8 +18,9 @@ from statistics import mean, median
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from assets.tokenizer import Tokenizer
 from assets.train_tiny import Story, new_name
-from model import Config, Sample, Tokenizer
+from model import Config, Sample
 from serve import Drafter, Engine, Output, SamplingParams, Scheduler, launch
 
 TINY = Path(__file__).parent / "tiny"

@@ -1,6 +1,7 @@
-"""page.py: what the server tells the live page (index.html), and takes from it.
+"""page.py: what the server tells those who watch it, and takes from the live page (index.html).
 
     GET /                    the page itself
+    GET /metrics             for Prometheus (metrics.py)
     GET /steps               server-sent events: who owns what, then each step as it happens
     GET /steps/{number}      the collectives of one step, of every rank
     POST /threshold          {"threshold": N or "auto"}: the switch from the next step on
@@ -28,6 +29,10 @@ def add_page(app, api):
     @app.get("/", include_in_schema=False)
     async def page():
         return FileResponse(Path(__file__).with_name("index.html"))
+
+    @app.get("/metrics")
+    async def metrics():
+        return api.metrics.response()
 
     @app.get("/steps")
     async def steps():

@@ -3,6 +3,7 @@
     python bench.py peers                 this engine and Hugging Face transformers (vLLM, if it is
                                           importable), the same weights and requests, in one run
     python bench.py prefill               the share of a prefill that is matrix products
+    python bench.py embeddings            embedding texts, beside transformers' padded batches
     python bench.py link                  gloo against shared memory: collectives and decode steps
 
 It knows how to time an Engine; it does not know what an Engine does. Every figure is measured in
@@ -11,6 +12,7 @@ the run that prints it; ratios are what to quote, since machines are shared and 
 """
 import ctypes
 import json
+import random
 import subprocess
 import tempfile
 import time
@@ -19,9 +21,10 @@ from statistics import median
 
 import torch
 
+from assets.protocol import EmbeddingBody
 from kernels import NativeKernels, TorchKernels, why_not_native
 from model import Config, RandomWeights
-from serve import Engine, Options, SamplingParams
+from serve import Engine, Options, Pooling, SamplingParams
 from shift import Link, UserError, connect, cores, launch
 
 SMALL = "random:dim=512,layers=8,heads=16,kv_heads=8,ffn=1408,vocab=4096"
@@ -147,11 +150,10 @@ def ours(model, rows, repeats, ranks, **options):
     return measured(run_ours, ranks, options, model, rows, repeats)
 
 
-def run_transformers(model, rows, repeats, path):
-    """The same, by transformers' generate on a static batch; in a process of its own."""
+def their_model(config):
+    """The same weights in transformers."""
     import transformers
     torch.set_num_threads(cores())
-    config = Config.random(model.removeprefix("random:"))
     weights = RandomWeights(config)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         hidden_size=config.dim, num_hidden_layers=config.layers, num_attention_heads=config.heads,
@@ -159,7 +161,13 @@ def run_transformers(model, rows, repeats, path):
         intermediate_size=config.ffn, rms_norm_eps=config.norm_eps, tie_word_embeddings=False,
         max_position_embeddings=config.max_len)).float().eval()
     theirs.load_state_dict({name: weights[name] for name in config.tensors()})
-    results = []
+    return theirs
+
+
+def run_transformers(model, rows, repeats, path):
+    """The same, by transformers' generate on a static batch; in a process of its own."""
+    config = Config.random(model.removeprefix("random:"))
+    theirs, results = their_model(config), []
     for batch, length, out in rows:
         times = []
         for attempt in range(repeats + 1):
@@ -284,6 +292,79 @@ def prefill(args):
                   f"{all_of_it / rate / seconds:.2f}")
     print(f"64 requests decoding: {100 * median(results['overhead']):.1f} % of a step is "
           f"scheduling, batch building, sampling and bookkeeping")
+
+
+# --------------------------------------------------------------------------------------------------
+# embeddings
+
+TEXTS = (50, 1000), (512, 100)                               # (tokens, about; how many)
+
+
+def texts_of(length, count, vocab, seed):
+    """Token ids of texts of 0.75 to 1.25 times that length."""
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab) for _ in range(rng.randint(length * 3 // 4, length * 5 // 4))]
+            for _ in range(count)]
+
+
+def run_our_embeddings(model, repeats, path):
+    """For each of TEXTS: seconds of each run, and of building its answers, in both formats."""
+    engine, found = Engine(model=model, max_step_tokens=4096), []
+    for length, count in TEXTS:
+        seconds, building = [], []
+        for attempt in range(repeats + 1):
+            texts = texts_of(length, count, engine.config.vocab, attempt)
+            start = time.perf_counter()
+            outputs = engine.generate(texts, Pooling())
+            seconds.append(time.perf_counter() - start)
+        for form in ("float", "base64"):
+            body = EmbeddingBody(input="", encoding_format=form)
+            building.append(median(timed(lambda: body.answer("model", outputs), 5)))
+        found.append((seconds[1:], building))
+    Path(path).write_text(json.dumps(found))
+
+
+def run_their_embeddings(model, repeats, path):
+    """The same texts in batches of 32, sorted by length and padded, masked, and averaged."""
+    config = Config.random(model.removeprefix("random:"))
+    theirs, found = their_model(config).model, []
+    for length, count in TEXTS:
+        seconds = []
+        for attempt in range(repeats + 1):
+            texts = texts_of(length, count, config.vocab, attempt)
+            start = time.perf_counter()
+            ordered = sorted(texts, key=len)
+            for i in range(0, count, 32):
+                part = [torch.tensor(text) for text in ordered[i:i + 32]]
+                ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
+                mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in part],
+                                                       batch_first=True)
+                with torch.inference_mode():
+                    hidden = theirs(ids, attention_mask=mask).last_hidden_state
+                    torch.nn.functional.normalize((hidden * mask[..., None]).sum(1))
+            seconds.append(time.perf_counter() - start)
+        found.append(seconds[1:])
+    Path(path).write_text(json.dumps(found))
+
+
+def embeddings(args):
+    """Tokens a second, all cores, beside transformers and beside what matrix products allow."""
+    config = Config.random(args.model.removeprefix("random:"))
+    _, flops = model_size(config)
+    _, _, rates = measured(run_limits, 1, args.repeats)
+    ours = measured(run_our_embeddings, 1, args.model, args.repeats)
+    theirs = measured(run_their_embeddings, 1, args.model, args.repeats)
+    for (length, count), (seconds, building), other in zip(TEXTS, ours, theirs):
+        tokens = [sum(map(len, texts_of(length, count, config.vocab, attempt)))
+                  for attempt in range(1, args.repeats + 1)]
+        speed, their_speed = (median(n / s for n, s in zip(tokens, times))
+                              for times in (seconds, other))
+        of = ", ".join(f"{speed * flops / rate:.2f} of {way}'s matmul rate"
+                       for way, rate in rates.items())
+        print(f"{count} texts of about {length} tokens: {speed:.0f} tokens/s, transformers "
+              f"{their_speed:.0f}, ratio {speed / their_speed:.2f}; {of}; answers built in "
+              f"{building[0] / median(seconds):.1%} (float), {building[1] / median(seconds):.1%} "
+              f"(base64) of the time")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,12 +3,15 @@ errors; and the gate in front, for the key and the size of a body.
 
 It knows JSON and pydantic, and nothing of the engine: serve.py's `Api` has the routes.
 """
+import base64
 import hmac
 import itertools
+from array import array
 from dataclasses import fields
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Field, create_model
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -52,6 +55,28 @@ class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
         given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
+    def usage(self, outputs):
+        """The tokens, each prompt's only once, and what came of the drafts."""
+        prompts = sum(len(output.prompt) for output in outputs[::self.n or 1])
+        completions = sum(len(output.tokens) for output in outputs)
+        drafted, accepted = (sum(getattr(output, name) for output in outputs)
+                             for name in ("drafted", "accepted"))
+        return {"prompt_tokens": prompts, "completion_tokens": completions,
+                "total_tokens": prompts + completions, "completion_tokens_details": {
+                    "accepted_prediction_tokens": accepted,
+                    "rejected_prediction_tokens": drafted - accepted}}
+
+    def choice(self, output, text, samples, finish):
+        asked = output.params.logprobs is not None
+        return {"index": output.index, **self.content(text), "finish_reason": finish,
+                "logprobs": self.likelihoods(output, samples) if asked else None}
+
+
+def as_list(prompt):
+    """A prompt, or a list of them, as a list of them."""
+    one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+    return [prompt] if one else prompt
+
 
 class CompletionBody(Body):
     KIND: ClassVar = "cmpl", "text_completion", "text_completion"      # id, object, streamed object
@@ -60,8 +85,7 @@ class CompletionBody(Body):
         description="a text, a list of texts, a list of token ids, or a list of such lists")
 
     def prompts(self):
-        one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt
+        return as_list(self.prompt)
 
     def encode(self, tokenizer, prompt):
         return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -117,6 +141,38 @@ class ChatBody(Body):
                             for one in samples]}
 
 
+class EmbeddingBody(BaseModel, strict=True, extra="forbid"):
+    """OpenAI's, and `pooling`."""
+    model: str | None = None
+    input: (str | Annotated[list[str], Field(fail_fast=True)] | Ids
+            | Annotated[list[Ids], Field(fail_fast=True)]) = Field(
+        description="a text, a list of texts, a list of token ids, or a list of such lists")
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    pooling: Literal["mean", "last", "first"] | None = None
+    user: str | None = None
+    n: ClassVar = 1
+
+    def prompts(self):
+        return as_list(self.input)
+
+    encode = CompletionBody.encode
+
+    def answer(self, model, outputs):
+        """The whole answer as bytes: the vectors of 1,000 inputs are a quarter of a million numbers,
+        which pydantic's serializer writes many times faster than json."""
+        def numbers(vector):
+            if self.encoding_format == "base64":
+                return base64.b64encode(vector)
+            return array("f", vector).tolist()
+        tokens = sum(len(output.prompt) for output in outputs)
+        return to_json({
+            "object": "list", "model": model,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "data": [{"object": "embedding", "index": output.index,
+                      "embedding": numbers(output.vector)} for output in outputs]})
+
+
 class Failure(HTTPException):
     """An answer other than 200, in OpenAI's format."""
 
@@ -147,7 +203,8 @@ class Failure(HTTPException):
             return "the body must be JSON, with the header content-type: application/json"
         if first["type"] == "json_invalid":
             return f"the body is not valid JSON: {first['ctx']['error']}"
-        path, kinds = first["loc"][1:], ChatBody.model_fields | CompletionBody.model_fields
+        path, kinds = first["loc"][1:], (
+            ChatBody.model_fields | CompletionBody.model_fields | EmbeddingBody.model_fields)
         wanted = kinds[path[0]].description if path and path[0] in kinds else None
         if wanted:                     # of several types: say them all, not what one of them lacks
             return f"{path[0]} must be {wanted}, not {first['input']!r:.60}"

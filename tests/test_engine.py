@@ -19,7 +19,8 @@ import torch
 
 from checks import check, checked
 from common import factorizations, load, save, small_config, world, write_checkpoint
-from model import Sample, SamplingParams, Tokenizer, byte_letters, sample
+from assets.tokenizer import Tokenizer, byte_letters
+from model import Sample, SamplingParams, sample
 from serve import BlockManager, ContextError, Engine, Options, Output, Scheduler
 from shift import Link, UserError, connect
 
@@ -75,9 +76,9 @@ class Solo:
         forward = self.engine.model.forward
 
         def run(batch, mode):
-            logits = forward(batch, mode)
+            logits, sums = forward(batch, mode)
             self.logits += [] if logits is None else [*logits]
-            return logits
+            return logits, sums
         self.engine.model.forward = run
 
     def __call__(self, prompt, params):

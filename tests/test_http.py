@@ -20,7 +20,8 @@ from types import SimpleNamespace
 import openai
 import pytest
 
-from model import Config, RawTokens, Sample, SamplingParams, Tokenizer
+from assets.tokenizer import RawTokens, Tokenizer
+from model import Config, Sample, SamplingParams
 from serve import Api, ChatBody, CompletionBody, Failure, Output, UserError
 from server import JSON, ROOT, Server, events, needs_proc, wait_for
 from stress import metrics
@@ -954,11 +955,10 @@ def test_half_characters_wait():
 
 def test_usage_counts_every_choice():
     """Holds usage to the prompt once for each prompt and the output of all choices."""
-    api = Api(SimpleNamespace(tokenizer=None), "name")
-    outputs = [SimpleNamespace(prompt=prompt, tokens=tokens, drafted=3, accepted=1)
+    outputs = [SimpleNamespace(prompt=prompt, tokens=tokens, drafted=2, accepted=1)
                for prompt, tokens in
                (([5] * 4, [1, 2, 3]), ([5] * 4, [4]), ([6] * 3, [7]), ([6] * 3, []))]
-    assert api._usage(outputs, 2) == {"prompt_tokens": 7, "completion_tokens": 5,
-                                      "total_tokens": 12, "completion_tokens_details": {
-                                          "accepted_prediction_tokens": 4,
-                                          "rejected_prediction_tokens": 8}}
+    assert CompletionBody(prompt="a", n=2).usage(outputs) == {
+        "prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12,
+        "completion_tokens_details": {"accepted_prediction_tokens": 4,
+                                      "rejected_prediction_tokens": 4}}
