@@ -419,6 +419,7 @@ def layouts_world(root):
                                     mode=mode, speculate="suffix"))
             outputs = answer(engine, work())
             if outputs:
+                assert all(output.tree is None for output in outputs), "memory for nothing"
                 assert engine.drafted == sum(output.drafted for output in outputs)
                 assert engine.accepted == sum(output.accepted for output in outputs)
                 found[P, sp, mode] = [output.tokens for output in outputs], (
