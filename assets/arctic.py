@@ -147,6 +147,53 @@ def crossover(args):
                       flush=True)
 
 
+def mixed(seed):
+    """Chats of all kinds, shuffled: much to read or much to write, repetitive or not."""
+    chats = [chat for kind, count in (("repeat", 4), ("edit", 4), ("long", 4), ("unrelated", 4))
+             for chat in tasks(kind, count, seed)]
+    random.Random(seed).shuffle(chats)
+    return chats
+
+
+def table(args):
+    """Shift Parallelism alone, with each of the others, and with both: the same chats in turns."""
+    systems = {"Shift alone": (TINY, "off"), "+ suffix decoding": (TINY, "suffix"),
+               "+ SwiftKV": (SWIFT, "off"), "+ both": (SWIFT, "suffix")}
+    engines = {name: Engine(model=str(model), threshold="auto", speculate=speculate)
+               for name, (model, speculate) in systems.items()}
+    found = {name: [] for name in engines}
+    for at_once in args.batch:
+        for repeat in range(args.repeats):
+            for name in sorted(engines, reverse=repeat % 2):
+                found[name].append(serve(engines[name], mixed(repeat), at_once))
+        if engines["Shift alone"].rank == 0:
+            print(f"16 chats, {at_once} at once | seconds | of Shift alone | TTFT ms | TPOT ms | "
+                  f"output tok/s")
+            for name, runs in found.items():
+                seconds, ttft, tpot, rate = (median(column) for column in zip(*runs))
+                ratio = median(one[0] / alone[0] for one, alone in
+                               zip(runs, found["Shift alone"]))
+                print(f"{name} | {seconds:.2f} | {ratio:.2f} | {ttft * 1e3:.1f} | "
+                      f"{tpot * 1e3:.2f} | {rate:.0f}", flush=True)
+        found = {name: [] for name in engines}
+
+
+def serve(engine, chats, at_once):
+    """(seconds, median TTFT, mean seconds of a token after the first, output tokens a second)."""
+    outputs = []
+    engine.link.barrier()
+    start = time.perf_counter()
+    for i in range(0, len(chats), at_once):
+        prompts = [engine.tokenizer.chat([{"role": "user", "content": chat}])
+                   for chat in chats[i:i + at_once]] if engine.rank == 0 else None
+        outputs += engine.generate(prompts, SamplingParams(max_tokens=150, temperature=0)) or ()
+    seconds, tokens = time.perf_counter() - start, sum(len(one.tokens) for one in outputs)
+    if engine.rank:
+        return 0, 0, 0, 0
+    after = sum(one.last - one.first for one in outputs) / (tokens - len(outputs))
+    return seconds, median(one.first - one.arrived for one in outputs), after, tokens / seconds
+
+
 def main(args):
     globals()[args.command](args)
 
