@@ -3,6 +3,7 @@
     python assets/arctic.py suffix --nproc 1        suffix decoding, by kind of work
     python assets/arctic.py drafting --nproc 1      what a draft costs, and what a history weighs
     python assets/arctic.py crossover --nproc 2     drafts make steps larger: base mode, not shift
+    python assets/arctic.py prefill --nproc 2       SwiftKV: what is left of a prompt's time
     python assets/arctic.py table --nproc 2         Shift, + suffix, + SwiftKV, + both: one workload
 
 All engines live in one world and take turns, so that what else the machine does meets all alike.
@@ -147,6 +148,29 @@ def crossover(args):
                       flush=True)
 
 
+def prefill(args):
+    """SwiftKV: the time of a prompt of 2,048 tokens when m of 8 layers see all of it, in turns, and
+    the share of the arithmetic that is left."""
+    spec, most, kept = "random:dim=512,layers=8,max_len=4096,num_key_value_layers=", 2048, (8, 4, 2)
+    engines = {m: Engine(model=f"{spec}{m}", mode="sp", max_step_tokens=most) for m in kept}
+    rng, seconds = random.Random(0), {m: [] for m in kept}
+    for repeat in range(args.repeats + 1):
+        prompt = [rng.randrange(4096) for _ in range(most)]
+        for m in sorted(kept, reverse=repeat % 2):
+            engines[m].link.barrier()
+            start = time.perf_counter()
+            engines[m].generate([prompt], SamplingParams(max_tokens=1, temperature=0))
+            seconds[m].append(time.perf_counter() - start)
+    c = engines[8].config
+    kv = 2 * c.dim * c.kv_heads * c.head_dim
+    layer = kv + 2 * c.dim * c.heads * c.head_dim + 3 * c.dim * c.ffn + (
+        most * c.heads * c.head_dim)                         # attention: 2 products, half a context
+    for m in kept if engines[8].rank == 0 else ():
+        ratio = median(one / whole for one, whole in zip(seconds[m][1:], seconds[8][1:]))
+        print(f"m = {m} of 8: {median(seconds[m][1:]) * 1e3:.0f} ms, {ratio:.3f} of all; expected "
+              f"{(m * layer + (8 - m) * kv) / (8 * layer):.3f}", flush=True)
+
+
 def mixed(seed):
     """Chats of all kinds, shuffled: much to read or much to write, repetitive or not."""
     chats = [chat for kind, count in (("repeat", 4), ("edit", 4), ("long", 4), ("unrelated", 4))
@@ -200,7 +224,7 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=("suffix", "drafting", "crossover", "table"))
+    parser.add_argument("command", choices=("suffix", "drafting", "crossover", "prefill", "table"))
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
