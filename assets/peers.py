@@ -309,7 +309,7 @@ def texts_of(length, count, vocab, seed):
 
 def run_our_embeddings(model, repeats, path):
     """For each of TEXTS: seconds of each run, and of building its answers, in both formats."""
-    engine, found = Engine(model=model, max_step_tokens=4096), []
+    engine, found = Engine(model=model), []
     for length, count in TEXTS:
         seconds, building = [], []
         for attempt in range(repeats + 1):
