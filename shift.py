@@ -277,8 +277,7 @@ class Link:
             index, carrier = ranks.index(self.rank), Alone()
             if self.backend == "shm" and self.size > 1:
                 crowded = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > cores()
-                carrier = SharedMemory(ranks, index, self.gather, spins=0 if crowded else 2000,
-                                       patience=1800)
+                carrier = SharedMemory(ranks, index, self.gather, spins=0 if crowded else 2000)
             elif len(ranks) > 1:
                 carrier = TorchGroup([self.world_ranks[r] for r in ranks], self.backend)
                 if self.backend == "nccl":     # it connects at the first call: no graph can hold it
