@@ -23,7 +23,6 @@ import fcntl
 import hashlib
 import mmap
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -431,7 +430,7 @@ def native():
     flags = "-O3 -march=native -std=gnu11 -shared -fPIC -pthread -fno-math-errno".split()
     cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     cpu = [line for line in cpu.split("\n") if line.split(":")[0].strip() in ("flags", "Features")]
-    mark = hashlib.blake2b(repr((source.read_bytes(), flags, cpu, platform.machine())).encode(),
+    mark = hashlib.blake2b(repr((source.read_bytes(), flags, cpu, os.uname().machine)).encode(),
                            digest_size=12).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoshift"
     try:
@@ -453,18 +452,17 @@ def native():
                 raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[:200]}")
             made.rename(library)
     c = ctypes.CDLL(str(library))
-    pointer, whole = ctypes.c_void_p, ctypes.c_int64
+    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     for name, result, arguments in (
-            ("group_bytes", whole, [ctypes.c_int, whole]),
-            ("group_open", pointer, [pointer, ctypes.c_int, ctypes.c_int, whole, ctypes.c_int,
-                                     ctypes.c_double]),
-            ("all_reduce", ctypes.c_int, [pointer, pointer, whole]),
-            ("all_to_all", ctypes.c_int, [pointer] * 5),
-            ("set_threads", None, [ctypes.c_int]),
-            ("matmul", None, [pointer] * 3 + [whole] * 4),
-            ("rms_norm", None, [pointer] * 3 + [whole] * 2 + [ctypes.c_float]),
-            ("silu_mul", None, [pointer] * 2 + [whole] * 3),
-            ("attention", ctypes.c_int, [ctypes.POINTER(Attention)])):
+            ("group_bytes", int64, [int32, int64]),
+            ("group_open", pointer, [pointer, int32, int32, int64, int32, ctypes.c_double]),
+            ("all_reduce", int32, [pointer, pointer, int64]),
+            ("all_to_all", int32, [pointer] * 5),
+            ("set_threads", None, [int32]),
+            ("matmul", None, [pointer] * 3 + [int64] * 4),
+            ("rms_norm", None, [pointer] * 3 + [int64] * 2 + [ctypes.c_float]),
+            ("silu_mul", None, [pointer] * 2 + [int64] * 3),
+            ("attention", int32, [ctypes.POINTER(Attention)])):
         function = getattr(c, name)
         function.restype, function.argtypes = result, arguments
     return c
