@@ -566,7 +566,7 @@ class Engine:
             with self.link.together():
                 self._capture(partial(cuda_capture, pool=torch.cuda.graph_pool_handle()))
         self.link.counts.clear()       # of what was only tried
-        self.trace, self.file = Trace(), TraceFile(self.link, self.options)
+        self.trace, self.file = Trace(maxlen=256), TraceFile(self.link, self.options)
         self.sampled, self.finished, self.drafts = [], [], []
         self.drafter = Drafter() if self.options.speculate == "suffix" else None
         self.drafted = self.accepted = 0
@@ -600,9 +600,9 @@ class Engine:
             raise UserError(f"--max-model-len {self.max_model_len} > the model's {config.max_len}")
         auto = "float32" if link.device.type == "cpu" else config.dtype
         dtype = getattr(torch, auto if options.dtype == "auto" else options.dtype)
-        self.base, self.shift = both_modes(self.layout, link)
+        self.modes = {mode.name: mode for mode in both_modes(self.layout, link)}
         with link.together():
-            self.model = Llama(config, source, self.layout, link, (self.base, self.shift),
+            self.model = Llama(config, source, self.layout, link, self.modes.values(),
                                self.max_model_len, dtype, self.kernels)
             # for the steps that `_profile` and `_time_step` try
             self.model.allocate_kv(-(-self.TIMED // options.block_size), options.block_size)
@@ -668,8 +668,8 @@ class Engine:
         prompts = [[0] * min(length, tokens - first) for first in range(0, tokens, length)]
         batch = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
                              for prompt in prompts])[0].to(self.link.device)
-        mode = self.base if name == "base" else self.shift
-        x, run = self.model.embed(batch, mode), min(2, self.config.swiftkv.start)
+        mode, run = self.modes[name], min(2, self.config.swiftkv.start)
+        x = self.model.embed(batch, mode)
 
         def now():
             torch.get_device_module(self.link.device).synchronize()
@@ -709,7 +709,7 @@ class Engine:
         start = time.perf_counter()
         self.link.log.clear()
         tokens = sum(count for _, count in plan)
-        mode = self.shift if self.switch(tokens) == "shift" else self.base      # the switch
+        mode = self.modes[self.switch(tokens)]               # the switch
         batch, sampling = self._build(plan)
         logits, sums = self.model.forward(batch, mode)
         if self.rank == 0:
