@@ -138,6 +138,7 @@ class Config:
         """Name -> shape of every tensor of the checkpoint, by Hugging Face's names."""
         D, q, kv = self.dim, self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes = {"model.embed_tokens.weight": (self.vocab, D), "model.norm.weight": (D,)}
+        rows = {"q": q, "k": kv, "v": kv}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, D)
         if self.swiftkv:
@@ -145,12 +146,11 @@ class Config:
         for i in range(self.layers):
             kind = "_swiftkv" * (i in self.swiftkv)
             layer = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,),
-                     **{f"self_attn.{x}_proj{kind}.weight": (q if x == "q" else kv, D)
-                        for x in "qkv"}, "self_attn.o_proj.weight": (D, q),
-                     "mlp.gate_proj.weight": (self.ffn, D), "mlp.up_proj.weight": (self.ffn, D),
-                     "mlp.down_proj.weight": (D, self.ffn)}
+                     **{f"self_attn.{x}_proj{kind}.weight": (n, D) for x, n in rows.items()},
+                     "self_attn.o_proj.weight": (D, q), "mlp.gate_proj.weight": (self.ffn, D),
+                     "mlp.up_proj.weight": (self.ffn, D), "mlp.down_proj.weight": (D, self.ffn)}
             if self.qkv_bias:
-                layer |= {f"self_attn.{x}_proj{kind}.bias": (q if x == "q" else kv,) for x in "qkv"}
+                layer |= {f"self_attn.{x}_proj{kind}.bias": (n,) for x, n in rows.items()}
             if self.qk_norm:
                 layer |= {f"self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -229,10 +229,9 @@ class RandomWeights:
     def __getitem__(self, name):
         digest = hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        shape = self.shapes[name]
-        draw = torch.randn(shape, generator=generator)
-        if len(shape) > 1:
-            return draw * shape[1] ** -0.5                      # keeps the size of activations
+        draw = torch.randn(self.shapes[name], generator=generator)
+        if draw.dim() > 1:
+            return draw * draw.shape[1] ** -0.5                 # keeps the size of activations
         return draw * 0.1 + (not name.endswith("bias"))         # norms are near one
 
 
@@ -243,17 +242,15 @@ class RandomWeights:
 def shard_qkv(q, k, v, layout, rank, head_dim):
     """q (H*Dh, D), k and v (K*Dh, D) -> (sp, D, C), columns [q; k; v]; or biases -> (sp, C)."""
     parts = (q, layout.q_heads), (k, layout.kv_heads_of), (v, layout.kv_heads_of)
-    rows = torch.cat([w[heads(block).start * head_dim:heads(block).stop * head_dim]
-                      for block in layout.shard(rank) for w, heads in parts])
-    rows = rows.unflatten(0, (layout.sp, -1))
+    rows = torch.stack([torch.cat([w[heads(block).start * head_dim:heads(block).stop * head_dim]
+                                   for w, heads in parts]) for block in layout.shard(rank)])
     return rows.mT if q.dim() == 2 else rows
 
 
 def shard_gate_up(gate, up, layout, rank):
     """gate and up (F, D) -> (sp, D, 2f), columns [gate; up]."""
-    rows = torch.cat([w[block * layout.f:(block + 1) * layout.f]
-                      for block in layout.shard(rank) for w in (gate, up)])
-    return rows.unflatten(0, (layout.sp, -1)).mT
+    return torch.stack([torch.cat([w[block * layout.f:(block + 1) * layout.f] for w in (gate, up)])
+                        for block in layout.shard(rank)]).mT
 
 
 def shard_columns(w, layout, rank, width):
@@ -389,8 +386,8 @@ class Llama:
 
     def embed(self, batch, mode):
         """The embeddings (t, D) of this rank's slice of the tokens."""
-        return self.embedding[batch.token_ids.split(token_slices(len(batch.token_ids), mode.sp))[
-            mode.s]]
+        mine = batch.token_ids.split(token_slices(len(batch.token_ids), mode.sp))[mode.s]
+        return self.embedding[mine]
 
     def swift_kv(self, x, batch, mode):
         """Between layers m-1 and m: x (t, D) of `mode` -> x (n, D) of the n wanted rows, and the
@@ -592,9 +589,8 @@ class SamplingParams:
     def __post_init__(self):
         for name, least, most in (
                 ("max_tokens", 1, math.inf), ("min_tokens", 0, self.max_tokens),
-                ("temperature", 0, 1e308),
-                ("top_k", -1, 2 ** 63 - 1), ("top_p", 0, 1), ("min_p", 0, 1),
-                ("seed", 1 - 2 ** 64, 2 ** 64 - 1), ("logprobs", 0, 20)):
+                ("temperature", 0, 1e308), ("top_k", -1, 2 ** 63 - 1), ("top_p", 0, 1),
+                ("min_p", 0, 1), ("seed", 1 - 2 ** 64, 2 ** 64 - 1), ("logprobs", 0, 20)):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise UserError(f"{name} = {value!r:.60} must be between {least} and {most}")
