@@ -363,7 +363,7 @@ class Llama:
     @torch.inference_mode()
     def forward(self, batch, mode):
         """Run a step; returns (logits, sums): the logits (rows, V) of `batch.rows` on rank 0, None
-        elsewhere; and the pooled hidden states (pools, D), None if there are no pools."""
+        elsewhere; and the pooled hidden states (pools, D)."""
         fits = [graph for graph in self.graphs if mode is self.shift and not batch.pools
                 and len(batch.token_ids) <= graph.size]
         if fits:
@@ -586,6 +586,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int = None
 
+    pooling = None                     # no field: it continues a text, and makes no vector of it
     def __post_init__(self):
         for name, least, most in (
                 ("max_tokens", 1, math.inf), ("min_tokens", 0, self.max_tokens),

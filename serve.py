@@ -36,7 +36,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -275,7 +274,6 @@ Event = namedtuple("Event", "output text samples finish")    # finish: None, or 
 
 class Output:
     """The text of one request as it grows: stop strings, half characters, log-probabilities."""
-    pooling = None                     # it is continued, not embedded
 
     def __init__(self, id, prompt, params, tokenizer, index=0, queue=None):
         self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
@@ -352,17 +350,14 @@ class Pooling:
 
 class Embedding(Output):
     """An Output without text: the vector of the prompt, as its sums come in, chunk by chunk."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.vector, self.pooling = 0, self.params.pooling
+    vector = 0
 
     def push(self, sums, last):
         """Add sums (D,); in the end `vector` is bytes, of float32: as Python floats it would cost
         more than the model (Arctic Inference, arXiv 2507.11830)."""
         self.vector, self.last = self.vector + sums, time.monotonic()
         if last:
-            vector = F.normalize(self.vector[:self.params.dimensions], dim=0)
+            vector = torch.nn.functional.normalize(self.vector[:self.params.dimensions], dim=0)
             self.vector, self.finish = vector.cpu().numpy().tobytes(), "stop"
         return Event(self, "", [], self.finish)
 
@@ -808,7 +803,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=int.from_bytes(os.urandom(8), "big"))
         with self.wake:
-            kind = Embedding if isinstance(params, Pooling) else Output
+            kind = Embedding if params.pooling else Output
             output = kind(next(self.ids), prompt, params, self.tokenizer, index, queue)
             self.inbox.append(output)
             self.wake.notify()
@@ -869,7 +864,7 @@ class Engine:
         if cancelled:
             self.on_events([Event(output, "", [], output.finish) for output in cancelled])
         message = {"sampled": self.sampled, "finished": self.finished,
-                   "added": [(output.id, output.prompt, output.pooling) for output in added],
+                   "added": [(output.id, output.prompt, output.params.pooling) for output in added],
                    "drafts": self.drafts,
                    "asks": [(what, value) for what, value, _ in [*self.asks]],
                    "stop": self.closing and not (self.outputs or self.inbox)}
@@ -882,7 +877,7 @@ class Engine:
         pooled = [pair for pair in plan if pair[0].pooling]
         events = [self.outputs[request.id].push(row, last=request.num_computed + count
                                                 == len(request.tokens))
-                  for (request, count), row in zip(pooled, () if sums is None else sums)]
+                  for (request, count), row in zip(pooled, sums)]
         if sampling:
             events += self._sample(sampling, logits)
         for output in {event.output.id: event.output for event in events if event.finish}.values():
