@@ -9,7 +9,7 @@ What it does not know: how a mode works (shift.py), what a layer computes (model
     torchrun --nproc-per-node 8 serve.py           the server, on 8 ranks
     python serve.py --nproc 8 --explain            the same, starting the ranks itself
 
-In reading order: requests and blocks, scheduler, outputs, engine, HTTP, main.
+In reading order: requests and blocks, scheduler, outputs, drafts, engine, HTTP, main.
 """
 import signal
 
@@ -880,7 +880,7 @@ class Engine:
                   for (request, count), row in zip(pooled, sums)]
         if sampling:
             events += self._sample(sampling, logits)
-        for output in {event.output.id: event.output for event in events if event.finish}.values():
+        for output in [event.output for event in events if event.finish]:
             self.finished.append(output.id)
             del self.outputs[output.id]
             self.file.request(output.id, output.arrived, output.last)
@@ -979,7 +979,7 @@ class Api:
         prefix, whole, chunk = body.KIND
         head = {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
                 "object": chunk if body.stream else whole, "model": self.name}
-        outputs = self._submit(head["id"], request, itertools.product(prompts, choices))
+        outputs = self._submit(head["id"], request, [*itertools.product(prompts, choices)])
         if body.stream:
             return StreamingResponse(self._stream(body, head, outputs),
                                      media_type="text/event-stream")
@@ -1000,7 +1000,6 @@ class Api:
 
     def _submit(self, name, request, pairs):
         """Queue all (prompt, params) or none; returns their Outputs, which share one queue."""
-        pairs = [*pairs]
         for pair in pairs:
             self.engine.admissible(*pair)
         call = asyncio.Queue()
