@@ -14,6 +14,7 @@ Shapes (one legend in every file):
     h = H/P, k = max(1, K/P), f = F/P   what ONE rank owns (one "block")
     C = (h + 2k) * Dh         one block's q, k and v columns
     t tokens of this rank's slice in this mode: about T/sp
+    R requests in this step   n rows whose logits are wanted
 """
 import hashlib
 import json
@@ -137,8 +138,8 @@ class Config:
     def tensors(self):
         """Name -> shape of every tensor of the checkpoint, by Hugging Face's names."""
         D, q, kv = self.dim, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes = {"model.embed_tokens.weight": (self.vocab, D), "model.norm.weight": (D,)}
         rows = {"q": q, "k": kv, "v": kv}
+        shapes = {"model.embed_tokens.weight": (self.vocab, D), "model.norm.weight": (D,)}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, D)
         if self.swiftkv:
@@ -372,7 +373,7 @@ class Llama:
             x, batch, mode = self.hidden(batch.to(self.device), mode)
         self.link.mark("logits")
         logits = self.logits(x, batch.rows, mode, len(batch.token_ids))
-        return logits, self.pool(x, batch, mode) if batch.pools else None
+        return logits, self.pool(x, batch, mode) if batch.pools else ()
 
     def hidden(self, batch, mode):
         """x (t, D) after the last layer, and the batch and the mode that it ends in."""
@@ -485,6 +486,28 @@ class Llama:
         return sums[:-1]
 
 
+def rope_tables(config, length):
+    """cos and sin of every position, (length, 1, Dh) each, with the scaling of config.rope.
+
+    As `rotate` wants them: both halves of cos are alike, those of sin have opposite signs.
+
+    "linear" stretches all wavelengths by `factor`; "llama3" (Llama 3.1) only those long against the
+    original context, with a smooth passage between the two.
+    """
+    rope, half = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float64)
+    frequency = rope["rope_theta"] ** -(half / config.head_dim)                      # (Dh/2,)
+    if rope["rope_type"] == "linear":
+        frequency = frequency / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)     # 1: short wave, kept; 0: stretched
+        frequency = frequency * (keep + (1 - keep) / rope["factor"])
+    angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency
+    cos, sin = angle.cos().float(), angle.sin().float()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
 # --------------------------------------------------------------------------------------------------
 # CUDA graphs
 
@@ -539,28 +562,6 @@ class Graph:
         return self.x
 
 
-def rope_tables(config, length):
-    """cos and sin of every position, (length, 1, Dh) each, with the scaling of config.rope.
-
-    As `rotate` wants them: both halves of cos are alike, those of sin have opposite signs.
-
-    "linear" stretches all wavelengths by `factor`; "llama3" (Llama 3.1) only those long against the
-    original context, with a smooth passage between the two.
-    """
-    rope, half = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float64)
-    frequency = rope["rope_theta"] ** -(half / config.head_dim)                      # (Dh/2,)
-    if rope["rope_type"] == "linear":
-        frequency = frequency / rope["factor"]
-    if rope["rope_type"] == "llama3":
-        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)     # 1: short wave, kept; 0: stretched
-        frequency = frequency * (keep + (1 - keep) / rope["factor"])
-    angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency
-    cos, sin = angle.cos().float(), angle.sin().float()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
 # --------------------------------------------------------------------------------------------------
 # Sampling
 
@@ -585,8 +586,8 @@ class SamplingParams:
     stop_token_ids: tuple = ()
     ignore_eos: bool = False
     logprobs: int = None
-
     pooling = None                     # no field: it continues a text, and makes no vector of it
+
     def __post_init__(self):
         for name, least, most in (
                 ("max_tokens", 1, math.inf), ("min_tokens", 0, self.max_tokens),
