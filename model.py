@@ -281,8 +281,8 @@ class LayerWeights:
 
     def block(self, s):
         """The same layer with block number s alone: views, no bytes of their own."""
-        return LayerWeights(**{name: w if w is None or name.endswith("norm") else w[s:s + 1]
-                               for name, w in vars(self).items()})
+        return replace(self, **{name: w[s:s + 1] for name, w in vars(self).items()
+                                if w is not None and not name.endswith("norm")})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -304,8 +304,8 @@ class Batch:
     swiftkv: torch.Tensor = None       # (T, D) what later layers make K and V of; made in a step
 
     def to(self, device):
-        return Batch(**{name: value.to(device) if torch.is_tensor(value) else value
-                        for name, value in vars(self).items()})
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items()
+                                if torch.is_tensor(value)})
 
 
 class Llama:

@@ -572,7 +572,7 @@ class Engine:
         self.closing, self.deadline = False, math.inf        # end when done; when to stop waiting
         self.refusal, self.beat = None, time.monotonic()     # why nothing is taken; the last turn
         self.steps, self.step_tokens, self.mode, self.switches = Counter(), Counter(), None, 0
-        self.on_events = lambda events: None                 # called once a step, with all events
+        self.on_events = lambda events: None                 # called with the Events of each step
 
     # Start-up
 
@@ -857,12 +857,11 @@ class Engine:
             added, self.inbox = self.inbox, []
             self.outputs |= {output.id: output for output in added}
         late = time.monotonic() > self.deadline
-        cancelled = [output for output in self.outputs.values() if output.unwanted or late]
-        for output in cancelled:
+        for output in [one for one in self.outputs.values() if one.unwanted or late]:
             output.finish = "cancelled"
-            self.finished.append(self.outputs.pop(output.id).id)
-        if cancelled:
-            self.on_events([Event(output, "", [], output.finish) for output in cancelled])
+            self.finished.append(output.id)
+            del self.outputs[output.id]
+            self.on_events([Event(output, "", [], output.finish)])
         message = {"sampled": self.sampled, "finished": self.finished,
                    "added": [(output.id, output.prompt, output.params.pooling) for output in added],
                    "drafts": self.drafts,
