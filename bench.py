@@ -533,7 +533,7 @@ def timed_step(engine, plan, name):
     engine.link.barrier()
     engine.link.counts.clear()
     start = time.perf_counter()
-    engine.model.forward(batch, engine.base if name == "base" else engine.shift)
+    engine.model.forward(batch, engine.modes[name])
     parts = Counter(total=time.perf_counter() - start)
     for (op, _), count in engine.link.counts.items():
         parts[op] += count.seconds

@@ -3,9 +3,9 @@
 What it does: `attention` rotates queries and keys, puts the keys and values of this step's tokens
 into their slots, and lets its queries attend over a request's pages, wherever in the pool they lie;
 `matmul`, `rms_norm` and `silu_mul` are the rest of a layer. `TorchKernels` says what these mean, in
-plain torch; `NativeKernels` does the same in C (kernels.c) for CPUs, and tests hold it to the
-former. The same C library carries collectives through shared memory: `SharedMemory`, which shift.py
-calls.
+plain torch; for GPUs, `TritonKernels` has the cache's part in Triton; for CPUs, `NativeKernels` has
+all of it in C (kernels.c); tests hold both to the first. The same C library carries collectives
+through shared memory: `SharedMemory`, which shift.py calls.
 
 What it does not know: layers, models, requests. A caller under sequence parallelism and one under
 tensor parallelism pass the same tensors: all T tokens of the step, this rank's heads only.
@@ -23,7 +23,6 @@ import fcntl
 import hashlib
 import mmap
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -82,7 +81,7 @@ class TorchKernels:
         k, v          (T, k, Dh)
         slot_mapping  (T,) int64         block * B + offset of a token; -1 is padding, not written
         """
-        _, blocks, heads, block_size, head_dim = kv.shape
+        _, _, heads, block_size, head_dim = kv.shape
         assert k.shape == v.shape == (len(slot_mapping), heads, head_dim), (
             f"k {tuple(k.shape)} and v {tuple(v.shape)} must be (T={len(slot_mapping)}, k={heads}, "
             f"Dh={head_dim})")
@@ -113,7 +112,7 @@ class TorchKernels:
         before the softmax rather than masked after it: 0 * NaN would be NaN.
         """
         tokens, heads, head_dim = q.shape
-        _, blocks, kv_heads, block_size, kv_dim = kv.shape
+        _, _, kv_heads, block_size, kv_dim = kv.shape
         assert head_dim == kv_dim and heads % kv_heads == 0, (
             f"q {tuple(q.shape)} does not fit the cache {tuple(kv.shape)}")
         starts, contexts = query_starts.tolist(), context_lens.tolist()
@@ -367,26 +366,25 @@ class Attention(ctypes.Structure):     # kernels.c has the same
 class SharedMemory:
     """The collectives of kernels.c for one group of ranks of one Linux host.
 
-    The memory has no name: the first rank makes it (memfd) and the others open it through /proc, as
-    only processes of the same user can. Nothing is left when the last of them has ended, however.
+    The memory has no name (memfd): all open the first rank's through /proc, as only processes of
+    the same user can. Nothing is left when the last of them has ended, however.
     """
     ROOM = 1 << 20                     # bytes of a rank's slot; what is larger goes in pieces
+    PATIENCE = 1800                    # seconds until a rank is lost, though it lives
 
-    def __init__(self, ranks, index, exchange, spins, patience):
+    def __init__(self, ranks, index, exchange, spins):
         """exchange(value) -> the values of all ranks of the link, in order: all make a group now,
-        and the first rank of each tells the others where its memory is."""
+        and tell each other where their memory is."""
         self.c, self.ranks, self.index = native(), ranks, index
         size = self.c.group_bytes(len(ranks), self.ROOM)
-        own = os.memfd_create("nanoshift") if index == 0 else None
-        if own is not None:
-            os.ftruncate(own, size)
-        path = exchange(own is not None and f"/proc/{os.getpid()}/fd/{own}")[ranks[0]]
-        fd = own if own is not None else os.open(path, os.O_RDWR)
-        self.memory = mmap.mmap(fd, size)
+        own = os.memfd_create("nanoshift")                   # takes no memory until it is used
+        os.ftruncate(own, size)
+        with open(exchange(f"/proc/{os.getpid()}/fd/{own}")[ranks[0]], "r+b") as first:
+            self.memory = mmap.mmap(first.fileno(), size)
         exchange(None)                 # all have it open
-        os.close(fd)
+        os.close(own)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.group = self.c.group_open(address, index, len(ranks), self.ROOM, spins, patience)
+        self.group = self.c.group_open(address, index, len(ranks), self.ROOM, spins, self.PATIENCE)
         self.sizes = ctypes.c_int64 * len(ranks)
 
     def _met(self, result):
@@ -401,22 +399,15 @@ class SharedMemory:
 
     def all_to_all(self, out, x, receive, send):
         """Rows, as torch.distributed.all_to_all_single has them."""
-        row = x[0].nbytes if len(x) else out[0].nbytes if len(out) else 0
-        scaled = (self.sizes(*(n * row for n in counts)) for counts in (send, receive))
-        self._met(self.c.all_to_all(self.group, x.data_ptr(), next(scaled), out.data_ptr(),
-                                    next(scaled)))
-
-    def all_gather(self, out, x, sizes):
-        """x of sizes[index] bytes from every rank, one after the other into out: an all_to_all of
-        as many copies as there are ranks."""
-        own = sizes[self.index]
-        copies = x.flatten().view(torch.uint8)[:own].repeat(len(sizes))
-        self._met(self.c.all_to_all(self.group, copies.data_ptr(), self.sizes(*[own] * len(sizes)),
-                                    out.data_ptr(), self.sizes(*sizes)))
+        row = x[:1].nbytes or out[:1].nbytes
+        sent, received = (self.sizes(*(n * row for n in counts)) for counts in (send, receive))
+        self._met(self.c.all_to_all(self.group, x.data_ptr(), sent, out.data_ptr(), received))
 
     def broadcast(self, x):
-        """The first rank's x to all."""
-        self.all_gather(x, x, [x.nbytes] + [0] * (len(self.ranks) - 1))
+        """The first rank's x (n,) to all: an all_to_all of as many copies as there are ranks."""
+        n, ranks = len(x), len(self.ranks)
+        send = [n if self.index == 0 else 0] * ranks
+        self.all_to_all(x, x.repeat(ranks), [n] + [0] * (ranks - 1), send)
 
 
 def why_not_native():
@@ -439,7 +430,7 @@ def native():
     flags = "-O3 -march=native -std=gnu11 -shared -fPIC -pthread -fno-math-errno".split()
     cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     cpu = [line for line in cpu.split("\n") if line.split(":")[0].strip() in ("flags", "Features")]
-    mark = hashlib.blake2b(repr((source.read_bytes(), flags, cpu, platform.machine())).encode(),
+    mark = hashlib.blake2b(repr((source.read_bytes(), flags, cpu, os.uname().machine)).encode(),
                            digest_size=12).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanoshift"
     try:
@@ -461,18 +452,17 @@ def native():
                 raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[:200]}")
             made.rename(library)
     c = ctypes.CDLL(str(library))
-    pointer, whole = ctypes.c_void_p, ctypes.c_int64
+    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     for name, result, arguments in (
-            ("group_bytes", whole, [ctypes.c_int, whole]),
-            ("group_open", pointer, [pointer, ctypes.c_int, ctypes.c_int, whole, ctypes.c_int,
-                                     ctypes.c_double]),
-            ("all_reduce", ctypes.c_int, [pointer, pointer, whole]),
-            ("all_to_all", ctypes.c_int, [pointer] * 5),
-            ("set_threads", None, [ctypes.c_int]),
-            ("matmul", None, [pointer] * 3 + [whole] * 4),
-            ("rms_norm", None, [pointer] * 3 + [whole] * 2 + [ctypes.c_float]),
-            ("silu_mul", None, [pointer] * 2 + [whole] * 3),
-            ("attention", ctypes.c_int, [ctypes.POINTER(Attention)])):
+            ("group_bytes", int64, [int32, int64]),
+            ("group_open", pointer, [pointer, int32, int32, int64, int32, ctypes.c_double]),
+            ("all_reduce", int32, [pointer, pointer, int64]),
+            ("all_to_all", int32, [pointer] * 5),
+            ("set_threads", None, [int32]),
+            ("matmul", None, [pointer] * 3 + [int64] * 4),
+            ("rms_norm", None, [pointer] * 3 + [int64] * 2 + [ctypes.c_float]),
+            ("silu_mul", None, [pointer] * 2 + [int64] * 3),
+            ("attention", int32, [ctypes.POINTER(Attention)])):
         function = getattr(c, name)
         function.restype, function.argtypes = result, arguments
     return c

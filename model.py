@@ -14,6 +14,7 @@ Shapes (one legend in every file):
     h = H/P, k = max(1, K/P), f = F/P   what ONE rank owns (one "block")
     C = (h + 2k) * Dh         one block's q, k and v columns
     t tokens of this rank's slice in this mode: about T/sp
+    R requests in this step   n rows whose logits are wanted
 """
 import hashlib
 import json
@@ -137,6 +138,7 @@ class Config:
     def tensors(self):
         """Name -> shape of every tensor of the checkpoint, by Hugging Face's names."""
         D, q, kv = self.dim, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        rows = {"q": q, "k": kv, "v": kv}
         shapes = {"model.embed_tokens.weight": (self.vocab, D), "model.norm.weight": (D,)}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, D)
@@ -145,12 +147,11 @@ class Config:
         for i in range(self.layers):
             kind = "_swiftkv" * (i in self.swiftkv)
             layer = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,),
-                     **{f"self_attn.{x}_proj{kind}.weight": (q if x == "q" else kv, D)
-                        for x in "qkv"}, "self_attn.o_proj.weight": (D, q),
-                     "mlp.gate_proj.weight": (self.ffn, D), "mlp.up_proj.weight": (self.ffn, D),
-                     "mlp.down_proj.weight": (D, self.ffn)}
+                     **{f"self_attn.{x}_proj{kind}.weight": (n, D) for x, n in rows.items()},
+                     "self_attn.o_proj.weight": (D, q), "mlp.gate_proj.weight": (self.ffn, D),
+                     "mlp.up_proj.weight": (self.ffn, D), "mlp.down_proj.weight": (D, self.ffn)}
             if self.qkv_bias:
-                layer |= {f"self_attn.{x}_proj{kind}.bias": (q if x == "q" else kv,) for x in "qkv"}
+                layer |= {f"self_attn.{x}_proj{kind}.bias": (n,) for x, n in rows.items()}
             if self.qk_norm:
                 layer |= {f"self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"}
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -229,10 +230,9 @@ class RandomWeights:
     def __getitem__(self, name):
         digest = hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        shape = self.shapes[name]
-        draw = torch.randn(shape, generator=generator)
-        if len(shape) > 1:
-            return draw * shape[1] ** -0.5                      # keeps the size of activations
+        draw = torch.randn(self.shapes[name], generator=generator)
+        if draw.dim() > 1:
+            return draw * draw.shape[1] ** -0.5                 # keeps the size of activations
         return draw * 0.1 + (not name.endswith("bias"))         # norms are near one
 
 
@@ -243,17 +243,15 @@ class RandomWeights:
 def shard_qkv(q, k, v, layout, rank, head_dim):
     """q (H*Dh, D), k and v (K*Dh, D) -> (sp, D, C), columns [q; k; v]; or biases -> (sp, C)."""
     parts = (q, layout.q_heads), (k, layout.kv_heads_of), (v, layout.kv_heads_of)
-    rows = torch.cat([w[heads(block).start * head_dim:heads(block).stop * head_dim]
-                      for block in layout.shard(rank) for w, heads in parts])
-    rows = rows.unflatten(0, (layout.sp, -1))
+    rows = torch.stack([torch.cat([w[heads(block).start * head_dim:heads(block).stop * head_dim]
+                                   for w, heads in parts]) for block in layout.shard(rank)])
     return rows.mT if q.dim() == 2 else rows
 
 
 def shard_gate_up(gate, up, layout, rank):
     """gate and up (F, D) -> (sp, D, 2f), columns [gate; up]."""
-    rows = torch.cat([w[block * layout.f:(block + 1) * layout.f]
-                      for block in layout.shard(rank) for w in (gate, up)])
-    return rows.unflatten(0, (layout.sp, -1)).mT
+    return torch.stack([torch.cat([w[block * layout.f:(block + 1) * layout.f] for w in (gate, up)])
+                        for block in layout.shard(rank)]).mT
 
 
 def shard_columns(w, layout, rank, width):
@@ -283,8 +281,8 @@ class LayerWeights:
 
     def block(self, s):
         """The same layer with block number s alone: views, no bytes of their own."""
-        return LayerWeights(**{name: w if w is None or name.endswith("norm") else w[s:s + 1]
-                               for name, w in vars(self).items()})
+        return replace(self, **{name: w[s:s + 1] for name, w in vars(self).items()
+                                if w is not None and not name.endswith("norm")})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -306,8 +304,8 @@ class Batch:
     swiftkv: torch.Tensor = None       # (T, D) what later layers make K and V of; made in a step
 
     def to(self, device):
-        return Batch(**{name: value.to(device) if torch.is_tensor(value) else value
-                        for name, value in vars(self).items()})
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items()
+                                if torch.is_tensor(value)})
 
 
 class Llama:
@@ -366,7 +364,7 @@ class Llama:
     @torch.inference_mode()
     def forward(self, batch, mode):
         """Run a step; returns (logits, sums): the logits (rows, V) of `batch.rows` on rank 0, None
-        elsewhere; and the pooled hidden states (pools, D), None if there are no pools."""
+        elsewhere; and the pooled hidden states (pools, D)."""
         fits = [graph for graph in self.graphs if mode is self.shift and not batch.pools
                 and len(batch.token_ids) <= graph.size]
         if fits:
@@ -375,7 +373,7 @@ class Llama:
             x, batch, mode = self.hidden(batch.to(self.device), mode)
         self.link.mark("logits")
         logits = self.logits(x, batch.rows, mode, len(batch.token_ids))
-        return logits, self.pool(x, batch, mode) if batch.pools else None
+        return logits, self.pool(x, batch, mode) if batch.pools else ()
 
     def hidden(self, batch, mode):
         """x (t, D) after the last layer, and the batch and the mode that it ends in."""
@@ -389,8 +387,8 @@ class Llama:
 
     def embed(self, batch, mode):
         """The embeddings (t, D) of this rank's slice of the tokens."""
-        return self.embedding[batch.token_ids.split(token_slices(len(batch.token_ids), mode.sp))[
-            mode.s]]
+        mine = batch.token_ids.split(token_slices(len(batch.token_ids), mode.sp))[mode.s]
+        return self.embedding[mine]
 
     def swift_kv(self, x, batch, mode):
         """Between layers m-1 and m: x (t, D) of `mode` -> x (n, D) of the n wanted rows, and the
@@ -488,6 +486,28 @@ class Llama:
         return sums[:-1]
 
 
+def rope_tables(config, length):
+    """cos and sin of every position, (length, 1, Dh) each, with the scaling of config.rope.
+
+    As `rotate` wants them: both halves of cos are alike, those of sin have opposite signs.
+
+    "linear" stretches all wavelengths by `factor`; "llama3" (Llama 3.1) only those long against the
+    original context, with a smooth passage between the two.
+    """
+    rope, half = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float64)
+    frequency = rope["rope_theta"] ** -(half / config.head_dim)                      # (Dh/2,)
+    if rope["rope_type"] == "linear":
+        frequency = frequency / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)     # 1: short wave, kept; 0: stretched
+        frequency = frequency * (keep + (1 - keep) / rope["factor"])
+    angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency
+    cos, sin = angle.cos().float(), angle.sin().float()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
 # --------------------------------------------------------------------------------------------------
 # CUDA graphs
 
@@ -542,28 +562,6 @@ class Graph:
         return self.x
 
 
-def rope_tables(config, length):
-    """cos and sin of every position, (length, 1, Dh) each, with the scaling of config.rope.
-
-    As `rotate` wants them: both halves of cos are alike, those of sin have opposite signs.
-
-    "linear" stretches all wavelengths by `factor`; "llama3" (Llama 3.1) only those long against the
-    original context, with a smooth passage between the two.
-    """
-    rope, half = config.rope, torch.arange(0, config.head_dim, 2, dtype=torch.float64)
-    frequency = rope["rope_theta"] ** -(half / config.head_dim)                      # (Dh/2,)
-    if rope["rope_type"] == "linear":
-        frequency = frequency / rope["factor"]
-    if rope["rope_type"] == "llama3":
-        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)     # 1: short wave, kept; 0: stretched
-        frequency = frequency * (keep + (1 - keep) / rope["factor"])
-    angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency
-    cos, sin = angle.cos().float(), angle.sin().float()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
 # --------------------------------------------------------------------------------------------------
 # Sampling
 
@@ -588,13 +586,13 @@ class SamplingParams:
     stop_token_ids: tuple = ()
     ignore_eos: bool = False
     logprobs: int = None
+    pooling = None                     # no field: it continues a text, and makes no vector of it
 
     def __post_init__(self):
         for name, least, most in (
                 ("max_tokens", 1, math.inf), ("min_tokens", 0, self.max_tokens),
-                ("temperature", 0, 1e308),
-                ("top_k", -1, 2 ** 63 - 1), ("top_p", 0, 1), ("min_p", 0, 1),
-                ("seed", 1 - 2 ** 64, 2 ** 64 - 1), ("logprobs", 0, 20)):
+                ("temperature", 0, 1e308), ("top_k", -1, 2 ** 63 - 1), ("top_p", 0, 1),
+                ("min_p", 0, 1), ("seed", 1 - 2 ** 64, 2 ** 64 - 1), ("logprobs", 0, 20)):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise UserError(f"{name} = {value!r:.60} must be between {least} and {most}")

@@ -36,7 +36,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -291,7 +290,6 @@ Event = namedtuple("Event", "output text samples finish")    # finish: None, or 
 
 class Output:
     """The text of one request as it grows: stop strings, half characters, log-probabilities."""
-    pooling = None                     # it is continued, not embedded
 
     def __init__(self, id, prompt, params, tokenizer, index=0, queue=None):
         self.id, self.prompt, self.params, self.tokenizer = id, prompt, params, tokenizer
@@ -360,17 +358,14 @@ class Pooling:
 
 class Embedding(Output):
     """An Output without text: the vector of the prompt, as its sums come in, chunk by chunk."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.vector, self.pooling = 0, self.params.pooling
+    vector = 0
 
     def push(self, sums, last):
         """Add sums (D,); in the end `vector` is bytes, of float32: as Python floats it would cost
         more than the model (Arctic Inference, arXiv 2507.11830)."""
         self.vector, self.last = self.vector + sums, time.monotonic()
         if last:
-            vector = F.normalize(self.vector[:self.params.dimensions], dim=0)
+            vector = torch.nn.functional.normalize(self.vector[:self.params.dimensions], dim=0)
             self.vector, self.finish = vector.cpu().numpy().tobytes(), "stop"
         return Event(self, "", [], self.finish)
 
@@ -599,7 +594,7 @@ class Engine:
             with self.link.together():
                 self._capture(partial(cuda_capture, pool=torch.cuda.graph_pool_handle()))
         self.link.counts.clear()       # of what was only tried
-        self.trace, self.file = Trace(), TraceFile(self.link, self.options)
+        self.trace, self.file = Trace(maxlen=256), TraceFile(self.link, self.options)
         self.sampled, self.finished, self.drafts = [], [], []
         self.drafter = Drafter() if self.options.speculate == "suffix" else None
         self.drafted = self.accepted = 0
@@ -610,7 +605,7 @@ class Engine:
         self.closing, self.deadline = False, math.inf        # end when done; when to stop waiting
         self.refusal, self.beat = None, time.monotonic()     # why nothing is taken; the last turn
         self.steps, self.step_tokens, self.mode, self.switches = Counter(), Counter(), None, 0
-        self.on_events = lambda events: None                 # called once a step, with all events
+        self.on_events = lambda events: None                 # called with the Events of each step
 
     # Start-up
 
@@ -633,9 +628,9 @@ class Engine:
             raise UserError(f"--max-model-len {self.max_model_len} > the model's {config.max_len}")
         auto = "float32" if link.device.type == "cpu" else config.dtype
         dtype = getattr(torch, auto if options.dtype == "auto" else options.dtype)
-        self.base, self.shift = both_modes(self.layout, link)
+        self.modes = {mode.name: mode for mode in both_modes(self.layout, link)}
         with link.together():
-            self.model = Llama(config, source, self.layout, link, (self.base, self.shift),
+            self.model = Llama(config, source, self.layout, link, self.modes.values(),
                                self.max_model_len, dtype, self.kernels)
             # for the steps that `_profile` and `_time_step` try
             self.model.allocate_kv(-(-self.TIMED // options.block_size), options.block_size)
@@ -701,8 +696,8 @@ class Engine:
         prompts = [[0] * min(length, tokens - first) for first in range(0, tokens, length)]
         batch = self._build([(Request(0, prompt, len(prompt), blocks=blocks), len(prompt))
                              for prompt in prompts])[0].to(self.link.device)
-        mode = self.base if name == "base" else self.shift
-        x, run = self.model.embed(batch, mode), min(2, self.config.swiftkv.start)
+        mode, run = self.modes[name], min(2, self.config.swiftkv.start)
+        x = self.model.embed(batch, mode)
 
         def now():
             torch.get_device_module(self.link.device).synchronize()
@@ -742,7 +737,7 @@ class Engine:
         start = time.perf_counter()
         self.link.log.clear()
         tokens = sum(count for _, count in plan)
-        mode = self.shift if self.switch(tokens) == "shift" else self.base      # the switch
+        mode = self.modes[self.switch(tokens)]               # the switch
         batch, sampling = self._build(plan)
         logits, sums = self.model.forward(batch, mode)
         if self.rank == 0:
@@ -841,7 +836,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=int.from_bytes(os.urandom(8), "big"))
         with self.wake:
-            kind = Embedding if isinstance(params, Pooling) else Output
+            kind = Embedding if params.pooling else Output
             output = kind(next(self.ids), prompt, params, self.tokenizer, index, queue)
             self.inbox.append(output)
             self.wake.notify()
@@ -895,14 +890,13 @@ class Engine:
             added, self.inbox = self.inbox, []
             self.outputs |= {output.id: output for output in added}
         late = time.monotonic() > self.deadline
-        cancelled = [output for output in self.outputs.values() if output.unwanted or late]
-        for output in cancelled:
+        for output in [one for one in self.outputs.values() if one.unwanted or late]:
             output.finish = "cancelled"
-            self.finished.append(self.outputs.pop(output.id).id)
-        if cancelled:
-            self.on_events([Event(output, "", [], output.finish) for output in cancelled])
+            self.finished.append(output.id)
+            del self.outputs[output.id]
+            self.on_events([Event(output, "", [], output.finish)])
         message = {"sampled": self.sampled, "finished": self.finished,
-                   "added": [(output.id, output.prompt, output.pooling) for output in added],
+                   "added": [(output.id, output.prompt, output.params.pooling) for output in added],
                    "drafts": self.drafts,
                    "asks": [(what, value) for what, value, _ in [*self.asks]],
                    "stop": self.closing and not (self.outputs or self.inbox)}
@@ -915,10 +909,10 @@ class Engine:
         pooled = [pair for pair in plan if pair[0].pooling]
         events = [self.outputs[request.id].push(row, last=request.num_computed + count
                                                 == len(request.tokens))
-                  for (request, count), row in zip(pooled, () if sums is None else sums)]
+                  for (request, count), row in zip(pooled, sums)]
         if sampling:
             events += self._sample(sampling, logits)
-        for output in {event.output.id: event.output for event in events if event.finish}.values():
+        for output in [event.output for event in events if event.finish]:
             self.finished.append(output.id)
             del self.outputs[output.id]
             self.file.request(output.id, output.arrived, output.last)
@@ -1012,7 +1006,7 @@ class Api:
         prefix, whole, chunk = body.KIND
         head = {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
                 "object": chunk if body.stream else whole, "model": self.name}
-        outputs = self._submit(head["id"], request, itertools.product(prompts, choices))
+        outputs = self._submit(head["id"], request, [*itertools.product(prompts, choices)])
         if body.stream:
             return StreamingResponse(self._stream(body, head, outputs),
                                      media_type="text/event-stream")
@@ -1033,7 +1027,6 @@ class Api:
 
     def _submit(self, name, request, pairs):
         """Queue all (prompt, params) or none; returns their Outputs, which share one queue."""
-        pairs = [*pairs]
         for pair in pairs:
             self.engine.admissible(*pair)
         call = asyncio.Queue()

@@ -277,8 +277,7 @@ class Link:
             index, carrier = ranks.index(self.rank), Alone()
             if self.backend == "shm" and self.size > 1:
                 crowded = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > cores()
-                carrier = SharedMemory(ranks, index, self.gather, spins=0 if crowded else 2000,
-                                       patience=1800)
+                carrier = SharedMemory(ranks, index, self.gather, spins=0 if crowded else 2000)
             elif len(ranks) > 1:
                 carrier = TorchGroup([self.world_ranks[r] for r in ranks], self.backend)
                 if self.backend == "nccl":     # it connects at the first call: no graph can hold it
@@ -286,9 +285,9 @@ class Link:
             self._groups[ranks] = Group(ranks, index, carrier)
         return self._groups[ranks]
 
-    def _call(self, op, what, nbytes, function, *args, group=None, before=None, after=None):
-        """Every collective goes through here: to be timed, counted, and, if a group is given, known
-        to who traces, with the tensors before and after."""
+    def _call(self, op, what, nbytes, function, *args, shapes=()):
+        """Every collective goes through here: to be timed, counted, and logged for who traces.
+        shapes: (ranks, shape before, shape after); without them it is not logged."""
         start = time.perf_counter()
         try:
             result = None if self.silent else function(*args)
@@ -305,9 +304,8 @@ class Link:
         count.calls += 1
         count.bytes += nbytes
         count.seconds += seconds
-        if group:
-            self.log.append((op, what, group.ranks, before.shape, after.shape, nbytes, start,
-                             seconds))
+        if shapes:
+            self.log.append((op, what, *shapes, nbytes, start, seconds))
         return result
 
     def mark(self, what):
@@ -324,8 +322,8 @@ class Link:
     def all_reduce(self, x, group, what):
         """Sum x over the group, in place, and return it."""
         nbytes = 2 * (group.size - 1) * x.nbytes // group.size
-        self._call("all_reduce", what, nbytes, group.carrier.all_reduce, x, group=group, before=x,
-                   after=x)
+        self._call("all_reduce", what, nbytes, group.carrier.all_reduce, x,
+                   shapes=(group.ranks, x.shape, x.shape))
         return x
 
     def all_to_all(self, x, send, receive, group, what):
@@ -338,7 +336,7 @@ class Link:
         out = x.new_empty(sum(receive), *x.shape[1:])
         nbytes = x.nbytes - x[:send[group.index]].nbytes
         self._call("all_to_all", what, nbytes, group.carrier.all_to_all, out, x, list(receive),
-                   list(send), group=group, before=x, after=out)
+                   list(send), shapes=(group.ranks, x.shape, out.shape))
         return out
 
     def broadcast(self, message=None):
@@ -434,9 +432,8 @@ def launch(function, ranks, *args):
     context = get_context("fork" if sys.platform == "linux" else "spawn")
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, ranks))
     port = listener.getsockname()[1]
-    place = ranks, port, os.getpid()
-    children = [context.Process(target=_child, args=(rank, *place, function, args))
-                for rank in range(ranks)]
+    children = [context.Process(target=_child, args=(rank, ranks, port, os.getpid(), function,
+                                                     args)) for rank in range(ranks)]
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)          # until there is a rank to pass them to
     for child in children:
         child.start()
@@ -569,9 +566,6 @@ class Trace(deque):
     """The recorder: the last steps of this rank, for all that shows them: `--explain`, the page,
     and the file that `--trace` writes (assets/trace_file.py)."""
 
-    def __init__(self, keep=256):
-        super().__init__(maxlen=keep)
-
     def collectives(self, number):
         """The Calls of a step, for JSON; None if it is no longer kept."""
         for step in self:
@@ -584,11 +578,5 @@ class Trace(deque):
 # python shift.py: the guided tour
 
 
-def main():
-    """Real ranks walk one attention layer in both modes, and print what happens."""
-    tour = Path(__file__).parent / "assets" / "tour.py"
-    runpy.run_path(str(tour), run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":             # real ranks walk one attention layer in both modes
+    runpy.run_path(str(Path(__file__).parent / "assets" / "tour.py"), run_name="__main__")

@@ -32,7 +32,7 @@ def layouts_world(root):
     texts = random_texts(LENGTHS, 101)
     for P, sp, tp, mode in JOBS:
         engine = checked(Engine(range(rank // P * P, rank // P * P + P), sp=sp, tp=tp, mode=mode,
-                                **SMALL))
+                                explain=2, **SMALL))         # every collective has its words
         for kind in KINDS:
             found[P, sp, tp, mode, kind] = engine.embed(texts, kind)
         found[P, sp, tp, mode, "short"] = engine.embed(texts, dimensions=7)
