@@ -351,17 +351,18 @@ class Pooling:
 
 
 class Embedding(Output):
-    """An Output without text: the vector of the prompt, as its sums come in, chunk by chunk."""
+    """An Output without text: the vector of the prompt, as its sums come in, chunk by chunk; after
+    a preemption all over again."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.vector, self.pooling = 0, self.params.pooling
 
-    def push(self, sums, last):
-        """Add sums (D,); in the end `vector` is bytes, of float32: as Python floats it would cost
-        more than the model (Arctic Inference, arXiv 2507.11830)."""
-        self.vector, self.last = self.vector + sums, time.monotonic()
-        if last:
+    def push(self, sums, first, end):
+        """Add sums (D,), of tokens first ... end-1; in the end `vector` is bytes, of float32: as
+        Python floats it would cost more than the model (Arctic Inference, arXiv 2507.11830)."""
+        self.vector, self.last = sums + (self.vector if first else 0), time.monotonic()
+        if end == len(self.prompt):
             vector = F.normalize(self.vector[:self.params.dimensions], dim=0)
             self.vector, self.finish = vector.cpu().numpy().tobytes(), "stop"
         return Event(self, "", [], self.finish)
@@ -880,8 +881,8 @@ class Engine:
     def _deliver(self, plan, sampling, logits, sums):
         """What the step found, for the clients. The other ranks hear of it in the next message."""
         pooled = [pair for pair in plan if pair[0].pooling]
-        events = [self.outputs[request.id].push(row, last=request.num_computed + count
-                                                == len(request.tokens))
+        events = [self.outputs[request.id].push(row, request.num_computed,
+                                                request.num_computed + count)
                   for (request, count), row in zip(pooled, () if sums is None else sums)]
         if sampling:
             events += self._sample(sampling, logits)

@@ -13,6 +13,7 @@ LEGEND = {"qkv": ("(sp*t, C) -> (T, C)", "my tokens, all heads -> all tokens, my
           "o": ("(t, D)", "the sum of all ranks' heads"),
           "mlp": ("(t, D)", "the sum of all ranks' MLP columns"),
           "swiftkv": ("(sp*t, D) -> (T, D)", "my tokens -> all tokens, for later layers' K and V"),
+          "pool": ("(pools+1, D)", "the sums of all slices' tokens, for embeddings"),
           "logits": ("", "rows to all ranks, their slices of the vocabulary to rank 0")}
 
 

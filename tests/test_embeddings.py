@@ -103,6 +103,31 @@ def test_texts_to_embed_and_to_continue_share_steps():
     assert world(mixed_world, 2) == 0
 
 
+def preempted_world():
+    """A text in chunks loses its blocks to one that is continued, and begins again. And --explain 2
+    has words for each collective."""
+    engine = checked(Engine(**{**SMALL, "kv_blocks": 11, "max_step_tokens": 2, "threshold": "1"},
+                            explain=2))
+    [text] = random_texts((30,), 101)
+    for kind in KINDS:
+        alone, before = engine.embed([text], kind), engine.scheduler.preemptions
+        if engine.rank == 0:
+            engine.submit([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
+            output = engine.submit(text, Pooling(kind))
+            engine.close()
+        engine.run()
+        engine.closing = False
+        assert engine.scheduler.preemptions > before and engine.steps["base"] > 10
+        if engine.rank == 0:
+            got = torch.frombuffer(bytearray(output.vector), dtype=torch.float32)
+            torch.testing.assert_close(got, alone[0], rtol=0, atol=1e-5)
+
+
+def test_a_preempted_text_begins_again(capfd):
+    assert world(preempted_world, 2) == 0
+    assert "pool      all_reduce" in capfd.readouterr().out
+
+
 def test_pooling_names_the_value():
     with pytest.raises(UserError, match="'sum' is none of mean, last, first"):
         Pooling("sum")
