@@ -985,7 +985,8 @@ class Api:
         prefix, whole, chunk = body.KIND
         head = {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
                 "object": chunk if body.stream else whole, "model": self.name}
-        outputs = self._submit(head["id"], request, itertools.product(prompts, choices))
+        outputs = self._submit(head["id"], request, itertools.product(prompts, choices),
+                               body.stream)
         if body.stream:
             return StreamingResponse(self._stream(body, head, outputs),
                                      media_type="text/event-stream")
@@ -1004,13 +1005,14 @@ class Api:
         return await asyncio.to_thread(lambda: [body.encode(self.tokenizer, one)
                                                 for one in prompts])
 
-    def _submit(self, name, request, pairs):
-        """Queue all (prompt, params) or none; returns their Outputs, which share one queue."""
+    def _submit(self, name, request, pairs, stream=False):
+        """Queue all (prompt, params) or none; returns their Outputs, which share one queue: of all
+        events for a stream, else of the last ones only."""
         pairs = [*pairs]
         for pair in pairs:
             self.engine.admissible(*pair)
         call = asyncio.Queue()
-        call.name = name
+        call.name, call.stream = name, stream
         outputs = [self.engine.submit(*pair, i, call) for i, pair in enumerate(pairs)]
         call.guard = asyncio.create_task(self._cancel_after(request, outputs))
         return outputs
@@ -1062,11 +1064,11 @@ class Api:
     def dispatch(self, events):
         """Hand a step's events to the calls that wait for them; in uvicorn's thread."""
         for event in events:
-            output = event.output
+            output, call = event.output, event.output.queue
             self.metrics.generation_tokens += len(event.samples)
-            if event.finish or output.queue.qsize() < 1024:
-                output.queue.put_nowait(event)
-            else:                                            # no memory for what nobody reads
+            if event.finish or call.stream and call.qsize() < 1024:
+                call.put_nowait(event)
+            elif call.stream:                                # no memory for what nobody reads
                 self.engine.cancel(output)
             line = event.finish and self.metrics.finished(output, event.finish)
             if line and not self.flags.quiet:

@@ -186,6 +186,26 @@ def test_raw_answer(server):
 
 
 @needs_proc
+def test_chunks_of_texts_need_no_reader():
+    """256 texts leave 256 chunks in each step, while larger bodies keep the HTTP thread busy: no
+    call is taken for a stream that nobody reads."""
+    with Server("--nproc", 2, "--threshold", 16, "--max-step-tokens", 256, "--kv-blocks", 4096,
+                "--model", "random:dim=16,layers=1,heads=2,kv_heads=2,ffn=32,vocab=256,max_len=256"
+                ).ready() as server:
+        body = json.dumps({"input": [[5] * 120] * 256})
+        connection = server.send("/v1/embeddings", body)
+        large, seen = json.dumps({"input": [[5] * 1000] * 2000}, separators=",:"), []
+        for _ in range(4):
+            seen.append(server.ask("/v1/embeddings", large)[0])
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        connection.close()
+        assert response.status == 200 and len(answer["data"]) == 256, answer
+        assert seen == [400] * 4
+        assert server.stop() == 0
+
+
+@needs_proc
 @pytest.mark.parametrize("fields, said", [
     ({}, "input"), ({"input": ""}, "empty"), ({"input": ["a", ""]}, "empty"),
     ({"input": []}, "empty"),
