@@ -802,6 +802,9 @@ class Engine:
         if len(prompt) + params.max_tokens > self.max_model_len:
             raise ContextError(f"{len(prompt)} tokens and max_tokens = {params.max_tokens!r:.40} "
                                f"exceed the maximum context length, {self.max_model_len}")
+        wanted, most = getattr(params, "dimensions", None), self.config.dim
+        if wanted is not None and not 1 <= wanted <= most:
+            raise UserError(f"dimensions = {wanted!r:.40} must be between 1 and the model's {most}")
 
     def submit(self, prompt, params, index=0, queue=None):
         """Queue a request (any thread); its Events come through `on_events`, step by step."""
@@ -1019,9 +1022,7 @@ class Api:
 
     async def _embed(self, body, request):
         """The vectors of all inputs, in order."""
-        params, most = Pooling(body.pooling or "mean", body.dimensions), self.engine.config.dim
-        if (body.dimensions or 1) > most:
-            raise UserError(f"dimensions = {body.dimensions} > the model's {most}")
+        params = Pooling(body.pooling or "mean", body.dimensions)
         outputs = self._submit(f"embd-{os.urandom(12).hex()}", request,
                                [(prompt, params) for prompt in await self._encode(body)])
         async for _ in self._events(outputs):

@@ -128,9 +128,18 @@ def test_a_preempted_text_begins_again(capfd):
     assert "pool      all_reduce" in capfd.readouterr().out
 
 
+def values_world():
+    engine = Engine(**SMALL)
+    for dimensions in (0, -3, 49):
+        with pytest.raises(UserError, match=f"dimensions = {dimensions} must be between 1 and the"):
+            engine.embed([[5, 6]], dimensions=dimensions)
+    assert engine.embed([[5, 6]], dimensions=48).shape == (1, 48)
+
+
 def test_pooling_names_the_value():
     with pytest.raises(UserError, match="'sum' is none of mean, last, first"):
         Pooling("sum")
+    assert world(values_world, 1) == 0
 
 
 # --------------------------------------------------------------------------------------------------

@@ -133,8 +133,8 @@ def test_a_padded_replay_is_the_eager_step():
 def swiftkv_world():
     """Decodes of one request to eight, chunks with the last row wanted or none, and drafts."""
     link, many = links([2])[2][0], dict(layers=4, num_key_value_layers=2)
-    plans = [([2], []), ([3], [2]), ([1, 4], [3, 4]), ([1] * 5, [*range(5)]), ([3, 1, 2], [2, 3, 5]),
-             ([1] * 8, [*range(8)]), ([1] * 3, [*range(3)]), ([7], [])]
+    plans = [([2], []), ([3], [2]), ([1, 4], [3, 4]), ([1] * 5, [*range(5)]),
+             ([3, 1, 2], [2, 3, 5]), ([1] * 8, [*range(8)]), ([1] * 3, [*range(3)]), ([7], [])]
     for name in ("llama", "qwen2", "qwen3"):
         eager, graphed = build(link, name, **many), build(link, name, **many)
         work, blocks = requests(random_texts([20] * 8, 101))
