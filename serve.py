@@ -357,14 +357,15 @@ class Pooling:
 
 
 class Embedding(Output):
-    """An Output without text: the vector of the prompt, as its sums come in, chunk by chunk."""
+    """An Output without text: the vector of the prompt, as its sums come in, chunk by chunk; after
+    a preemption all over again."""
     vector = 0
 
-    def push(self, sums, last):
-        """Add sums (D,); in the end `vector` is bytes, of float32: as Python floats it would cost
-        more than the model (Arctic Inference, arXiv 2507.11830)."""
-        self.vector, self.last = self.vector + sums, time.monotonic()
-        if last:
+    def push(self, sums, first, end):
+        """Add sums (D,), of tokens first ... end-1; in the end `vector` is bytes, of float32: as
+        Python floats it would cost more than the model (Arctic Inference, arXiv 2507.11830)."""
+        self.vector, self.last = sums + (self.vector if first else 0), time.monotonic()
+        if end == len(self.prompt):
             vector = torch.nn.functional.normalize(self.vector[:self.params.dimensions], dim=0)
             self.vector, self.finish = vector.cpu().numpy().tobytes(), "stop"
         return Event(self, "", [], self.finish)
@@ -829,6 +830,9 @@ class Engine:
         if len(prompt) + params.max_tokens > self.max_model_len:
             raise ContextError(f"{len(prompt)} tokens and max_tokens = {params.max_tokens!r:.40} "
                                f"exceed the maximum context length, {self.max_model_len}")
+        wanted, most = getattr(params, "dimensions", None), self.config.dim
+        if wanted is not None and not 1 <= wanted <= most:
+            raise UserError(f"dimensions = {wanted!r:.40} must be between 1 and the model's {most}")
 
     def submit(self, prompt, params, index=0, queue=None):
         """Queue a request (any thread); its Events come through `on_events`, step by step."""
@@ -907,8 +911,8 @@ class Engine:
     def _deliver(self, plan, sampling, logits, sums):
         """What the step found, for the clients. The other ranks hear of it in the next message."""
         pooled = [pair for pair in plan if pair[0].pooling]
-        events = [self.outputs[request.id].push(row, last=request.num_computed + count
-                                                == len(request.tokens))
+        events = [self.outputs[request.id].push(row, request.num_computed,
+                                                request.num_computed + count)
                   for (request, count), row in zip(pooled, sums)]
         if sampling:
             events += self._sample(sampling, logits)
@@ -1006,7 +1010,8 @@ class Api:
         prefix, whole, chunk = body.KIND
         head = {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
                 "object": chunk if body.stream else whole, "model": self.name}
-        outputs = self._submit(head["id"], request, [*itertools.product(prompts, choices)])
+        outputs = self._submit(head["id"], request, [*itertools.product(prompts, choices)],
+                               body.stream)
         if body.stream:
             return StreamingResponse(self._stream(body, head, outputs),
                                      media_type="text/event-stream")
@@ -1025,21 +1030,20 @@ class Api:
         return await asyncio.to_thread(lambda: [body.encode(self.tokenizer, one)
                                                 for one in prompts])
 
-    def _submit(self, name, request, pairs):
-        """Queue all (prompt, params) or none; returns their Outputs, which share one queue."""
+    def _submit(self, name, request, pairs, stream=False):
+        """Queue all (prompt, params) or none; returns their Outputs, which share one queue: of all
+        events for a stream, else of the last ones only."""
         for pair in pairs:
             self.engine.admissible(*pair)
         call = asyncio.Queue()
-        call.name = name
+        call.name, call.stream = name, stream
         outputs = [self.engine.submit(*pair, i, call) for i, pair in enumerate(pairs)]
         call.guard = asyncio.create_task(self._cancel_after(request, outputs))
         return outputs
 
     async def _embed(self, body, request):
         """The vectors of all inputs, in order."""
-        params, most = Pooling(body.pooling or "mean", body.dimensions), self.engine.config.dim
-        if (body.dimensions or 1) > most:
-            raise UserError(f"dimensions = {body.dimensions} > the model's {most}")
+        params = Pooling(body.pooling or "mean", body.dimensions)
         outputs = self._submit(f"embd-{os.urandom(12).hex()}", request,
                                [(prompt, params) for prompt in await self._encode(body)])
         async for _ in self._events(outputs):
@@ -1082,11 +1086,11 @@ class Api:
     def dispatch(self, events):
         """Hand a step's events to the calls that wait for them; in uvicorn's thread."""
         for event in events:
-            output = event.output
+            output, call = event.output, event.output.queue
             self.metrics.generation_tokens += len(event.samples)
-            if event.finish or output.queue.qsize() < 1024:
-                output.queue.put_nowait(event)
-            else:                                            # no memory for what nobody reads
+            if event.finish or call.stream and call.qsize() < 1024:
+                call.put_nowait(event)
+            elif call.stream:                                # no memory for what nobody reads
                 self.engine.cancel(output)
             line = event.finish and self.metrics.finished(output, event.finish)
             if line and not self.flags.quiet:

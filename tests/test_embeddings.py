@@ -103,9 +103,43 @@ def test_texts_to_embed_and_to_continue_share_steps():
     assert world(mixed_world, 2) == 0
 
 
+def preempted_world():
+    """A text in chunks loses its blocks to one that is continued, and begins again. And --explain 2
+    has words for each collective."""
+    engine = checked(Engine(**{**SMALL, "kv_blocks": 11, "max_step_tokens": 2, "threshold": "1"},
+                            explain=2))
+    [text] = random_texts((30,), 101)
+    for kind in KINDS:
+        alone, before = engine.embed([text], kind), engine.scheduler.preemptions
+        if engine.rank == 0:
+            engine.submit([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
+            output = engine.submit(text, Pooling(kind))
+            engine.close()
+        engine.run()
+        engine.closing = False
+        assert engine.scheduler.preemptions > before and engine.steps["base"] > 10
+        if engine.rank == 0:
+            got = torch.frombuffer(bytearray(output.vector), dtype=torch.float32)
+            torch.testing.assert_close(got, alone[0], rtol=0, atol=1e-5)
+
+
+def test_a_preempted_text_begins_again(capfd):
+    assert world(preempted_world, 2) == 0
+    assert "pool      all_reduce" in capfd.readouterr().out
+
+
+def values_world():
+    engine = Engine(**SMALL)
+    for dimensions in (0, -3, 49):
+        with pytest.raises(UserError, match=f"dimensions = {dimensions} must be between 1 and the"):
+            engine.embed([[5, 6]], dimensions=dimensions)
+    assert engine.embed([[5, 6]], dimensions=48).shape == (1, 48)
+
+
 def test_pooling_names_the_value():
     with pytest.raises(UserError, match="'sum' is none of mean, last, first"):
         Pooling("sum")
+    assert world(values_world, 1) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -158,6 +192,26 @@ def test_raw_answer(server):
     assert [len(one) for one in raw] == [1024, 1024] and raw[0] != raw[1]
     status, reply = server.ask("/v1/embeddings", {"input": "b c d", "pooling": "first"})
     assert status == 200 and len(json.dumps(reply["data"][0]["embedding"])) > 256
+
+
+@needs_proc
+def test_chunks_of_texts_need_no_reader():
+    """256 texts leave 256 chunks in each step, while larger bodies keep the HTTP thread busy: no
+    call is taken for a stream that nobody reads."""
+    with Server("--nproc", 2, "--threshold", 16, "--max-step-tokens", 256, "--kv-blocks", 4096,
+                "--model", "random:dim=16,layers=1,heads=2,kv_heads=2,ffn=32,vocab=256,max_len=256"
+                ).ready() as server:
+        body = json.dumps({"input": [[5] * 120] * 256})
+        connection = server.send("/v1/embeddings", body)
+        large, seen = json.dumps({"input": [[5] * 1000] * 2000}, separators=",:"), []
+        for _ in range(4):
+            seen.append(server.ask("/v1/embeddings", large)[0])
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        connection.close()
+        assert response.status == 200 and len(answer["data"]) == 256, answer
+        assert seen == [400] * 4
+        assert server.stop() == 0
 
 
 @needs_proc

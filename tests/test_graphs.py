@@ -64,8 +64,8 @@ def counted(link):
 # A graph beside the eager model
 
 
-def build(link, name="llama"):
-    config = small_config(name)
+def build(link, name="llama", **changes):
+    config = small_config(name, **changes)
     layout = Layout(link.size, 1, config.heads, config.kv_heads, config.ffn)
     return Llama(config, RandomWeights(config), layout, link, both_modes(layout, link),
                  config.max_len, torch.float32, RowByRow())
@@ -128,6 +128,37 @@ def test_a_padded_replay_is_the_eager_step():
     """Random steps on one and two ranks, three families: the graph of the next size runs, logits
     and KV cache are those of the eager model bit for bit, the bytes sent grow by the padding."""
     assert world(padding_world, 2, seconds=60) == 0
+
+
+def swiftkv_world():
+    """Decodes of one request to eight, chunks with the last row wanted or none, and drafts."""
+    link, many = links([2])[2][0], dict(layers=4, num_key_value_layers=2)
+    plans = [([2], []), ([3], [2]), ([1, 4], [3, 4]), ([1] * 5, [*range(5)]),
+             ([3, 1, 2], [2, 3, 5]), ([1] * 8, [*range(8)]), ([1] * 3, [*range(3)]), ([7], [])]
+    for name in ("llama", "qwen2", "qwen3"):
+        eager, graphed = build(link, name, **many), build(link, name, **many)
+        work, blocks = requests(random_texts([20] * 8, 101))
+        for model in (eager, graphed):
+            model.allocate_kv(blocks, BLOCK_SIZE)
+        graphed.graphs = [Graph(graphed, size, 8, fake_capture) for size in (8, 4, 2)]
+        for counts, rows in plans:
+            batch = step([*zip(work, counts)], rows)
+            want, _ = eager.forward(batch, eager.shift)
+            got, _ = graphed.forward(batch, graphed.shift)
+            assert (want is None) == (got is None)
+            if want is not None:                 # the sums of attention depend on how many queries
+                near = 0 if len(rows) == sum(counts) else 1e-5
+                torch.testing.assert_close(got, want, rtol=0, atol=near)
+            for ours, theirs in zip(graphed.kv, eager.kv):
+                assert torch.equal(ours, theirs), f"{counts}, {rows}: the KV caches differ"
+        assert [graph.replay.times for graph in graphed.graphs] == [5, 2, 1]
+        assert all(kv.any() for kv in graphed.kv)
+
+
+def test_a_replay_of_swiftkv_is_the_eager_step():
+    """The graph takes all its tokens through the later layers, eager steps only the wanted rows:
+    the KV cache is the same bit for bit, and so are the logits where all rows are wanted."""
+    assert world(swiftkv_world, 2, seconds=60) == 0
 
 
 # --------------------------------------------------------------------------------------------------

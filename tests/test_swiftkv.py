@@ -1,6 +1,7 @@
 """SwiftKV: the logits of a plain-torch reference under every layout, whatever the chunks, rows and
 switches; what later layers store, send and skip; the engine; and the script that makes such models.
 """
+import itertools
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from common import (BLOCK_SIZE, NoLink, factorizations, links, random_texts, req
 from kernels import NativeKernels, TorchKernels, why_not_native
 from assets.tokenizer import Tokenizer
 from model import Checkpoint, Config, Llama, RandomWeights, SamplingParams
-from serve import Engine
+from serve import Engine, Pooling
 from shift import Layout, UserError, both_modes
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -57,9 +58,15 @@ def turn(x, theta):
     return torch.cat([z.real, z.imag], -1).float()
 
 
-@torch.no_grad()
 def reference(tensors, c, text):
     """Logits (T, V): `tensors` by their names in the checkpoint."""
+    head = tensors["model.embed_tokens.weight" if c.tied else "lm_head.weight"]
+    return last_hidden(tensors, c, text) @ head.T
+
+
+@torch.no_grad()
+def last_hidden(tensors, c, text):
+    """The final hidden states (T, D)."""
     x, kv_input = tensors["model.embed_tokens.weight"][torch.tensor(text)], None
     for i in range(c.layers):
         def project(what, x):
@@ -86,8 +93,7 @@ def reference(tensors, c, text):
         y = rms(x, weight("post_attention_layernorm"), c.norm_eps)
         x = x + (F.silu(y @ weight("mlp.gate_proj").T) * (y @ weight("mlp.up_proj").T)
                  ) @ weight("mlp.down_proj").T
-    head = tensors["model.embed_tokens.weight" if c.tied else "lm_head.weight"]
-    return rms(x, tensors["model.norm.weight"], c.norm_eps) @ head.T
+    return rms(x, tensors["model.norm.weight"], c.norm_eps)
 
 
 def build(config, source, sp, tp, link, kernels=None):
@@ -283,6 +289,34 @@ def test_the_engine_gives_the_references_tokens():
     """Greedy, two ranks: prompts longer than a step, in company, again from the prefix cache."""
     prompts = random_texts((29, 5, 18, 11), 97, seed=3)
     assert world(engine_world, 2, f"random:{SPEC}", prompts) == 0
+
+
+def embedding_world(model, texts):
+    for options in (dict(sp=4), dict(sp=2, tp=2), dict(tp=4)):
+        engine = Engine(**options, model=model, block_size=4, kv_blocks=64, max_step_tokens=16,
+                        max_seqs=3, threshold=6, speculate="suffix")
+        tensors, greedy = RandomWeights(engine.config), SamplingParams(max_tokens=12, temperature=0)
+        pools = {"mean": lambda h: h.mean(0), "last": lambda h: h[-1], "first": lambda h: h[0]}
+        outputs = []
+        if engine.rank == 0:
+            for kind, text in itertools.product(pools, texts):
+                outputs += engine.submit(text, Pooling(kind)), engine.submit(text, greedy)
+            engine.close()
+        engine.run()
+        for embedding, output in zip(outputs[::2], outputs[1::2]):
+            hidden = last_hidden(tensors, engine.config, embedding.prompt)
+            want = F.normalize(pools[embedding.pooling](hidden), dim=0)
+            got = torch.frombuffer(bytearray(embedding.vector), dtype=torch.float32)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+            assert likely(tensors, engine.config, output.prompt, output.tokens), options
+        assert engine.rank or engine.accepted > 0 and len(engine.steps) == 2, engine.steps
+
+
+def test_embeddings_are_the_references_pooled():
+    """Texts longer than a step, in company of others that are continued, with drafts: their steps
+    take all tokens through the later layers."""
+    prompts = random_texts((29, 5, 18), 97, seed=3)
+    assert world(embedding_world, 4, f"random:{SPEC}", prompts + [[5, 6, 7] * 6]) == 0
 
 
 # --------------------------------------------------------------------------------------------------

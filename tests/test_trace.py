@@ -117,6 +117,27 @@ def test_the_file_is_bounded_and_whole_at_its_bound(tmp_path):
     assert load(tmp_path, 4)[0][1] > 6
 
 
+def full_world(root):
+    rank = connect()
+    engine = Engine(**SMALL, link_us=5000, trace=str(root / "trace.json"))
+    if rank == 2:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), engine.file.file)
+    outputs = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert outputs is None or len(outputs[0].tokens) == 9
+    save(root, (engine.steps.total(), engine.file.file))
+
+
+def test_a_full_disk_ends_the_file_and_not_the_server(tmp_path, capfd):
+    """One rank can write no more: it says so once and all go on; what the others write is whole."""
+    assert world(full_world, 4, tmp_path, seconds=60) == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if "--trace" in line]
+    assert said == ["serve.py: rank 2: --trace ends here: No space left on device"]
+    assert load(tmp_path, 4) == [(9, None)] * 4
+    events = json.loads((tmp_path / "trace.json").read_text())
+    steps = {rank: len(of) for rank, of in spans(events, "steps").items()}
+    assert steps == {0: 9, 1: 9, 3: 9}
+
+
 def test_a_killed_server_leaves_whole_steps(tmp_path):
     """After kill -9 of rank 0, in a step, only the closing bracket is missing."""
     assert world(traced_world, 4, tmp_path, 10_000, True, seconds=60) != 0
