@@ -600,6 +600,22 @@ class SamplingParams:
             raise UserError(f"stop = {self.stop!r:.60} must not hold an empty text")
 
 
+@dataclass(frozen=True)
+class Pooling:
+    """What to make of a text instead of continuing it: one vector, normalised to length 1.
+
+    pooling     the mean of all final hidden states, the last token's (which has seen all), or the
+                first's           dimensions  how many of them to keep, before normalising
+    """
+    pooling: str = "mean"
+    dimensions: int = None
+    max_tokens, stop_token_ids, seed, ignore_eos = 0, (), 0, True        # as in SamplingParams
+
+    def __post_init__(self):
+        if self.pooling not in ("mean", "last", "first"):
+            raise UserError(f"pooling = {self.pooling!r:.60} is none of mean, last, first")
+
+
 Sample = namedtuple("Sample", "token logprob top")     # top: [(token, logprob)], best first
 
 

@@ -36,6 +36,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -46,7 +47,7 @@ from assets.protocol import ChatBody, CompletionBody, EmbeddingBody, Failure, Ga
 from assets.tokenizer import RawTokens, Tokenizer
 from assets.trace_file import TraceFile
 from kernels import NativeKernels, TorchKernels, TritonKernels, why_not_native
-from model import (Batch, Checkpoint, Config, Graph, Llama, RandomWeights, SamplingParams,
+from model import (Batch, Checkpoint, Config, Graph, Llama, Pooling, RandomWeights, SamplingParams,
                    cuda_capture, find_model, sample)
 from shift import (STOPS, Layout, Link, LostRank, Step, Switch, Trace, UserError, both_modes,
                    connect, cores, launch, split_ranks)
@@ -338,22 +339,6 @@ class Output:
                 if any(stop.startswith(held[-size:]) for stop in self.params.stop):
                     return held[:-size], held[-size:]
         return held, ""
-
-
-@dataclass(frozen=True)
-class Pooling:
-    """What to make of a text instead of continuing it: one vector, normalised to length 1.
-
-    pooling     the mean of all final hidden states, the last token's (which has seen all), or the
-                first's           dimensions  how many of them to keep, before normalising
-    """
-    pooling: str = "mean"
-    dimensions: int = None
-    max_tokens, stop_token_ids, seed, ignore_eos = 0, (), 0, True        # as in SamplingParams
-
-    def __post_init__(self):
-        if self.pooling not in ("mean", "last", "first"):
-            raise UserError(f"pooling = {self.pooling!r:.60} is none of mean, last, first")
 
 
 class Embedding(Output):
@@ -977,7 +962,7 @@ class Api:
 
         @app.post("/v1/embeddings")
         async def embeddings(body: EmbeddingBody, request: fastapi.Request):
-            return await self._embed(body, request)
+            return await self._answer(body, request)
 
         @app.post("/v1/chat/completions")
         async def chat_completions(body: ChatBody, request: fastapi.Request):
@@ -1003,13 +988,8 @@ class Api:
 
     async def _answer(self, body, request):
         """Submit every choice of every prompt; stream or collect their events."""
-        prompts, n = await self._encode(body), body.n or 1
-        params = body.sampling(room=max(1, self.engine.max_model_len - len(prompts[0])))
-        choices = [params if params.seed is None else replace(params, seed=params.seed + i)
-                   for i in range(n)]
-        prefix, whole, chunk = body.KIND
-        head = {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
-                "object": chunk if body.stream else whole, "model": self.name}
+        prompts, head = await self._encode(body), body.head(self.name)
+        choices = body.choices(room=max(1, self.engine.max_model_len - len(prompts[0])))
         outputs = self._submit(head["id"], request, [*itertools.product(prompts, choices)],
                                body.stream)
         if body.stream:
@@ -1017,9 +997,7 @@ class Api:
                                      media_type="text/event-stream")
         async for _ in self._events(outputs):
             pass
-        return JSONResponse({**head, "usage": body.usage(outputs), "choices": [
-            body.choice(output, output.text, output.samples, output.finish)
-            for output in outputs]})
+        return Response(to_json(body.answer(head, outputs)), media_type="application/json")
 
     async def _encode(self, body):
         """The prompts (texts, ids, or conversations) as token ids; outside the engine's thread."""
@@ -1030,7 +1008,7 @@ class Api:
         return await asyncio.to_thread(lambda: [body.encode(self.tokenizer, one)
                                                 for one in prompts])
 
-    def _submit(self, name, request, pairs, stream=False):
+    def _submit(self, name, request, pairs, stream):
         """Queue all (prompt, params) or none; returns their Outputs, which share one queue: of all
         events for a stream, else of the last ones only."""
         for pair in pairs:
@@ -1040,15 +1018,6 @@ class Api:
         outputs = [self.engine.submit(*pair, i, call) for i, pair in enumerate(pairs)]
         call.guard = asyncio.create_task(self._cancel_after(request, outputs))
         return outputs
-
-    async def _embed(self, body, request):
-        """The vectors of all inputs, in order."""
-        params = Pooling(body.pooling or "mean", body.dimensions)
-        outputs = self._submit(f"embd-{os.urandom(12).hex()}", request,
-                               [(prompt, params) for prompt in await self._encode(body)])
-        async for _ in self._events(outputs):
-            pass
-        return Response(body.answer(self.name, outputs), media_type="application/json")
 
     async def _cancel_after(self, request, outputs):
         """Forget what is unfinished when the answer has been sent, or its client has gone."""

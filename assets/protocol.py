@@ -6,33 +6,44 @@ It knows JSON and pydantic, and nothing of the engine: serve.py's `Api` has the 
 import base64
 import hmac
 import itertools
+import os
+import time
 from array import array
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Field, create_model
-from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from model import SamplingParams
+from model import Pooling, SamplingParams
 from shift import UserError
 
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Ids = Annotated[list[int], Field(fail_fast=True)]          # one error will do, out of a million
 
 
-class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
+class Call(BaseModel, strict=True):
+    """What all calls have in common. Types are strict: "5" is not a number."""
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=128)                # choices, of each prompt
+    stream: bool | None = None
+
+    def head(self, model):
+        """What an answer, and each chunk of a streamed one, begins with."""
+        prefix, whole, chunk = self.KIND
+        return {"id": f"{prefix}-{os.urandom(12).hex()}", "created": int(time.time()),
+                "object": chunk if self.stream else whole, "model": model}
+
+
+class Body(Call, create_model("SamplingBody", **{f.name: (f.type | None, None)
                                            for f in fields(SamplingParams)}),
            strict=True, extra="allow"):
     """What both kinds of completion have in common: all of SamplingParams, and null for a default.
-    Types are strict: "5" is not a number. Each kind also knows the form of its answer."""
-    model: str | None = None
-    n: int | None = Field(None, ge=1, le=128)
+    Each kind also knows the form of its answer."""
     stop: Text | Annotated[list[Text], Field(max_length=32, fail_fast=True)] | None = Field(
         None, description="a text or a list of at most 32 texts, of 1 to 1000 characters each")
     stop_token_ids: Annotated[Ids, Field(max_length=128)] | None = None
-    stream: bool | None = None
     stream_options: dict[str, bool] | None = None
 
     # Accepted at the value that changes nothing, refused at any other rather than ignored.
@@ -54,6 +65,17 @@ class Body(create_model("SamplingBody", **{f.name: (f.type | None, None)
         given = {f.name: getattr(self, f.name) for f in fields(SamplingParams)} | changes
         given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def choices(self, room):
+        """SamplingParams of each of the n choices: what differs is the seed."""
+        params = self.sampling(room)
+        return [params if params.seed is None else replace(params, seed=params.seed + i)
+                for i in range(self.n or 1)]
+
+    def answer(self, head, outputs):
+        return {**head, "usage": self.usage(outputs), "choices": [
+            self.choice(output, output.text, output.samples, output.finish)
+            for output in outputs]}
 
     def usage(self, outputs):
         """The tokens, each prompt's only once, and what came of the drafts."""
@@ -141,9 +163,9 @@ class ChatBody(Body):
                             for one in samples]}
 
 
-class EmbeddingBody(BaseModel, strict=True, extra="forbid"):
+class EmbeddingBody(Call, extra="forbid"):
     """OpenAI's, and `pooling`."""
-    model: str | None = None
+    KIND: ClassVar = "embd", "list", "list"
     input: (str | Annotated[list[str], Field(fail_fast=True)] | Ids
             | Annotated[list[Ids], Field(fail_fast=True)]) = Field(
         description="a text, a list of texts, a list of token ids, or a list of such lists")
@@ -152,25 +174,25 @@ class EmbeddingBody(BaseModel, strict=True, extra="forbid"):
     pooling: Literal["mean", "last", "first"] | None = None
     user: str | None = None
     n: ClassVar = 1
+    stream: ClassVar = False
 
     def prompts(self):
         return as_list(self.input)
 
     encode = CompletionBody.encode
 
-    def answer(self, model, outputs):
-        """The whole answer as bytes: the vectors of 1,000 inputs are a quarter of a million numbers,
-        which pydantic's serializer writes many times faster than json."""
+    def choices(self, room):
+        return [Pooling(self.pooling or "mean", self.dimensions)]
+
+    def answer(self, head, outputs):
         def numbers(vector):
             if self.encoding_format == "base64":
                 return base64.b64encode(vector)
             return array("f", vector).tolist()
         tokens = sum(len(output.prompt) for output in outputs)
-        return to_json({
-            "object": "list", "model": model,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            "data": [{"object": "embedding", "index": output.index,
-                      "embedding": numbers(output.vector)} for output in outputs]})
+        return {**head, "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                "data": [{"object": "embedding", "index": output.index,
+                          "embedding": numbers(output.vector)} for output in outputs]}
 
 
 class Failure(HTTPException):
