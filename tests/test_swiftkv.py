@@ -305,7 +305,7 @@ def embedding_world(model, texts):
         engine.run()
         for embedding, output in zip(outputs[::2], outputs[1::2]):
             hidden = last_hidden(tensors, engine.config, embedding.prompt)
-            want = F.normalize(pools[embedding.pooling](hidden), dim=0)
+            want = F.normalize(pools[embedding.params.pooling](hidden), dim=0)
             got = torch.frombuffer(bytearray(embedding.vector), dtype=torch.float32)
             torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
             assert likely(tensors, engine.config, output.prompt, output.tokens), options
