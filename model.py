@@ -243,15 +243,17 @@ class RandomWeights:
 def shard_qkv(q, k, v, layout, rank, head_dim):
     """q (H*Dh, D), k and v (K*Dh, D) -> (sp, D, C), columns [q; k; v]; or biases -> (sp, C)."""
     parts = (q, layout.q_heads), (k, layout.kv_heads_of), (v, layout.kv_heads_of)
-    rows = torch.stack([torch.cat([w[heads(block).start * head_dim:heads(block).stop * head_dim]
-                                   for w, heads in parts]) for block in layout.shard(rank)])
+    rows = torch.cat([w[heads(block).start * head_dim:heads(block).stop * head_dim]
+                      for block in layout.shard(rank) for w, heads in parts])
+    rows = rows.unflatten(0, (layout.sp, -1))
     return rows.mT if q.dim() == 2 else rows
 
 
 def shard_gate_up(gate, up, layout, rank):
     """gate and up (F, D) -> (sp, D, 2f), columns [gate; up]."""
-    return torch.stack([torch.cat([w[block * layout.f:(block + 1) * layout.f] for w in (gate, up)])
-                        for block in layout.shard(rank)]).mT
+    rows = torch.cat([w[block * layout.f:(block + 1) * layout.f]
+                      for block in layout.shard(rank) for w in (gate, up)])
+    return rows.unflatten(0, (layout.sp, -1)).mT
 
 
 def shard_columns(w, layout, rank, width):
@@ -324,10 +326,10 @@ class Llama:
             kind = "_swiftkv" * swift
             # SwiftKV's layers run in shift mode only, and are stored so: this rank's block alone
             own = (layout.shift, layout.block(rank)) if swift else (layout, rank)
-            qkv = shard_qkv(*(weight(f"self_attn.{x}_proj{kind}") for x in "qkv"), *own, Dh)
+            qkv = put(shard_qkv(*(weight(f"self_attn.{x}_proj{kind}") for x in "qkv"), *own, Dh))
             layer = LayerWeights(
                 attention_norm=put(weight("input_layernorm")),
-                qkv=put(qkv[..., :width] if swift else qkv),
+                qkv=put(qkv[..., :width]) if swift else qkv,
                 o=put(shard_columns(weight("self_attn.o_proj"), *own, width)),
                 mlp_norm=put(weight("post_attention_layernorm")),
                 gate_up=put(shard_gate_up(weight("mlp.gate_proj"), weight("mlp.up_proj"), *own)),
