@@ -1,5 +1,6 @@
 """The model under every layout and both modes: transformers' logits, one KV cache, counted bytes,
 strict loading within one rank's memory, and the sampler."""
+import ctypes
 import json
 import math
 import os
@@ -442,6 +443,8 @@ def memory_world(directory, file, sp, tp, dtype):
     connect()
     link = Link()
     link.barrier()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
+    trim(0)                            # what earlier tests have freed would be used again, unseen
     idle = peak = anonymous_bytes()
     done = threading.Event()
 
