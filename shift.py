@@ -263,7 +263,7 @@ class Link:
         self.size = len(self.world_ranks)
         self.backend, self.device, self.emulate = backend, torch.device(device), emulate
         self.counts, self.log = defaultdict(Count), deque(maxlen=4096)
-        self._groups, self.silent = {}, False
+        self._groups, self.silent, self.marked = {}, False, False
         self._gloo = TorchGroup(self.world_ranks, "gloo") if self.size > 1 else Alone()
         self.everyone = self.group(range(self.size))
         # Messages between the schedulers are for CPUs: shared memory if there is, else gloo.
@@ -309,8 +309,9 @@ class Link:
         return result
 
     def mark(self, what):
-        """A point in time between the calls of `log`: where a layer begins."""
-        self.log.append(("mark", what, (), (), (), 0, time.perf_counter(), 0))
+        """A point in time between the calls of `log`, where a layer begins; if `marked` is set."""
+        if self.marked:
+            self.log.append(("mark", what, (), (), (), 0, time.perf_counter(), 0))
 
     def repeat(self, calls):
         """Count and log these Calls again, which a CUDA graph makes unseen, at some later time."""

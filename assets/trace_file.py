@@ -34,6 +34,7 @@ class TraceFile:
                 Path(options.trace).write_text("[\n") if link.rank == 0 else None
             except OSError as e:
                 raise UserError(f"--trace {options.trace}: {e.strerror}") from None
+        link.marked = True
         self.file = os.open(options.trace, os.O_WRONLY | os.O_APPEND)
         self.offset, error = self._compare_clocks()
         names = [self._event("M", 0, 0, "process_name", args={"name": f"rank {link.rank}"})]
