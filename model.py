@@ -366,7 +366,7 @@ class Llama:
     @torch.inference_mode()
     def forward(self, batch, mode):
         """Run a step; returns (logits, sums): the logits (rows, V) of `batch.rows` on rank 0, None
-        elsewhere; and the pooled hidden states (pools, D)."""
+        elsewhere; and the sums of hidden states (pools, D), () if none are wanted."""
         fits = [graph for graph in self.graphs if mode is self.shift and not batch.pools
                 and len(batch.token_ids) <= graph.size]
         if fits:
@@ -607,7 +607,8 @@ class Pooling:
     """What to make of a text instead of continuing it: one vector, normalised to length 1.
 
     pooling     the mean of all final hidden states, the last token's (which has seen all), or the
-                first's           dimensions  how many of them to keep, before normalising
+                first's
+    dimensions  how many numbers of it to keep, before normalising
     """
     pooling: str = "mean"
     dimensions: int = None

@@ -562,8 +562,8 @@ class Step(namedtuple("Step", "number tokens prefill decode mode start end calls
 
 
 class Trace(deque):
-    """The recorder: the last steps of this rank, for all that shows them: `--explain`, the page,
-    and the file that `--trace` writes (assets/trace_file.py)."""
+    """The last steps of this rank, for the page. (`--explain` and the file that `--trace` writes,
+    assets/trace_file.py, are told of each step as it ends.)"""
 
     def collectives(self, number):
         """The Calls of a step, for JSON; None if it is no longer kept."""

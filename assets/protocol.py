@@ -21,6 +21,10 @@ from shift import UserError
 
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Ids = Annotated[list[int], Field(fail_fast=True)]          # one error will do, out of a million
+Prompts = Annotated[
+    str | Annotated[list[str], Field(fail_fast=True)] | Ids
+    | Annotated[list[Ids], Field(fail_fast=True)],
+    Field(description="a text, a list of texts, a list of token ids, or a list of such lists")]
 
 
 class Call(BaseModel, strict=True):
@@ -37,7 +41,7 @@ class Call(BaseModel, strict=True):
 
 
 class Body(Call, create_model("SamplingBody", **{f.name: (f.type | None, None)
-                                           for f in fields(SamplingParams)}),
+                                                 for f in fields(SamplingParams)}),
            strict=True, extra="allow"):
     """What both kinds of completion have in common: all of SamplingParams, and null for a default.
     Each kind also knows the form of its answer."""
@@ -102,9 +106,7 @@ def as_list(prompt):
 
 class CompletionBody(Body):
     KIND: ClassVar = "cmpl", "text_completion", "text_completion"      # id, object, streamed object
-    prompt: (str | Annotated[list[str], Field(fail_fast=True)] | Ids
-             | Annotated[list[Ids], Field(fail_fast=True)]) = Field(
-        description="a text, a list of texts, a list of token ids, or a list of such lists")
+    prompt: Prompts
 
     def prompts(self):
         return as_list(self.prompt)
@@ -166,9 +168,7 @@ class ChatBody(Body):
 class EmbeddingBody(Call, extra="forbid"):
     """OpenAI's, and `pooling`."""
     KIND: ClassVar = "embd", "list", "list"
-    input: (str | Annotated[list[str], Field(fail_fast=True)] | Ids
-            | Annotated[list[Ids], Field(fail_fast=True)]) = Field(
-        description="a text, a list of texts, a list of token ids, or a list of such lists")
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     pooling: Literal["mean", "last", "first"] | None = None

@@ -37,10 +37,10 @@ class TraceFile:
         link.marked = True
         self.file = os.open(options.trace, os.O_WRONLY | os.O_APPEND)
         self.offset, error = self._compare_clocks()
-        names = [self._event("M", 0, 0, "process_name", args={"name": f"rank {link.rank}"})]
-        names += [self._event("M", lane, 0, "thread_name", args={"name": name, "clock_error": error})
-                  for lane, name in enumerate(LANES)]
-        self.events += names
+        self.events = [self._event("M", 0, 0, "process_name", args={"name": f"rank {link.rank}"})]
+        self.events += (self._event("M", lane, 0, "thread_name",
+                                    args={"name": name, "clock_error": error})
+                        for lane, name in enumerate(LANES))
 
     def _compare_clocks(self):
         """(seconds to add to this rank's clock to have rank 0's, seconds that may be wrong)."""

@@ -93,6 +93,7 @@ def mixed_world():
     if engine.rank == 0:
         assert [one.tokens for one in outputs[::2]] == [one.tokens for one in alone[0]]
         for i, one in enumerate(outputs[1::2]):
+            assert isinstance(one.vector, bytes)
             got = torch.frombuffer(bytearray(one.vector), dtype=torch.float32)
             torch.testing.assert_close(got, alone[1][i], rtol=0, atol=1e-5)
         assert [one.finish for one in again] == ["stop", "cancelled", "stop"]

@@ -12,6 +12,7 @@ import asyncio
 import http.client
 import json
 import signal
+import threading
 import time
 import unicodedata
 from contextlib import closing
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 import openai
 import pytest
 
+from assets.protocol import EmbeddingBody
 from assets.tokenizer import RawTokens, Tokenizer
 from model import Config, Sample, SamplingParams
 from serve import Api, ChatBody, CompletionBody, Failure, Output, UserError
@@ -961,3 +963,17 @@ def test_usage_counts_every_choice():
         "prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12,
         "completion_tokens_details": {"accepted_prediction_tokens": 4,
                                       "rejected_prediction_tokens": 4}}
+
+
+def test_texts_are_encoded_in_a_thread_of_their_own():
+    """Holds a long text to keep neither the other calls waiting nor the engine."""
+    threads = []
+
+    class Slow(RawTokens):
+        def encode(self, text):
+            threads.append(threading.get_ident())
+            return super().encode(text)
+    api = SimpleNamespace(tokenizer=Slow(Config.random("")), _admit=lambda body, choices: None)
+    for body in (CompletionBody(prompt=["1 2", "3"]), EmbeddingBody(input=["1 2", "3"])):
+        assert asyncio.run(Api._encode(api, body)) == [[1, 2], [3]]
+    assert len(threads) == 4 and threading.get_ident() not in threads

@@ -105,12 +105,12 @@ def build(config, source, sp, tp, link, kernels=None):
 # --------------------------------------------------------------------------------------------------
 # Every layout
 
-LENGTHS = (23, 9)
+LENGTHS = (24, 11)
 # (tokens of each request), rows: a chunk that samples nothing, one request at its end, drafts (the
-# last rows of several tokens), all rows of both (echo), and a decode
+# last rows of several tokens), all rows of both, a decode beside a chunk, and one alone
 PLAN = [({0: 11, 1: 4}, []), ({0: 1, 1: 3}, [3]), ({0: 6}, [3, 4, 5]), ({0: 4, 1: 2}, "all"),
-        ({0: 1}, [0])]
-WAYS = "bbbbb", "bsbbs", "sbssb"
+        ({0: 1, 1: 2}, [0]), ({0: 1}, [0])]
+WAYS = "bbbbbb", "bsbbsb", "sbssbs"
 
 
 def run_plan(model, way, texts, want):
@@ -153,7 +153,7 @@ def parity_world(directory, texts, wanted):
 
 
 def test_logits_equal_the_reference_under_every_layout(tmp_path):
-    """P = 1, 2, 4, 8, every sp x tp; chunks, drafts, echo, no rows; modes that switch midway."""
+    """P = 1, 2, 4, 8, every sp x tp; chunks, drafts, all rows, none; modes that switch midway."""
     texts, wanted = random_texts(LENGTHS, 101), {}
     for name, config in MODELS.items():
         write(tmp_path / name, config)
@@ -174,7 +174,7 @@ def test_kernels_in_c_too():
     want = [reference(source, config, text) for text in texts]
     for kernels in (NativeKernels(1), TorchKernels()):
         model = build(config, source, 1, 1, CountingNoLink(), kernels)
-        assert run_plan(model, "bbbbb", texts, want) < 1e-4
+        assert run_plan(model, WAYS[0], texts, want) < 1e-4
 
 
 class CountingNoLink(NoLink):
