@@ -2,7 +2,7 @@
 
     python assets/arctic.py suffix --nproc 1        suffix decoding, by kind of work
     python assets/arctic.py drafting --nproc 1      what a draft costs, and what a history weighs
-    python assets/arctic.py crossover --nproc 2     drafts make steps larger: base mode, not shift
+    python assets/arctic.py crossover --batch 8     drafts make steps larger: base mode, not shift
     python assets/arctic.py prefill --nproc 2       SwiftKV: what is left of a prompt's time
     python assets/arctic.py table --nproc 2         Shift, + suffix, + SwiftKV, + both: one workload
 
