@@ -468,8 +468,9 @@ def verify(outputs, drafts, logits):
 def option(default, help, choices=None, least=-math.inf, most=math.inf, bare=None):
     """A field of Options: its default, and what the command line and the checks make of it.
     bare: its value where the flag stands alone."""
-    return field(default=default, metadata={"help": help, "limits": (choices, least, most),
-                                            "bare": {"nargs": "?", "const": bare} if bare else {}})
+    return field(default=default, metadata={
+        "help": help + f" [{choices}]" * bool(choices), "limits": (choices, least, most),
+        "bare": {"nargs": "?", "const": bare} if bare else {}})
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import tracemalloc
 from pathlib import Path
 from statistics import mean, median
 
+import torch.distributed as dist
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -23,6 +25,7 @@ from assets.tokenizer import Tokenizer
 from assets.train_tiny import Story, new_name
 from model import Config, Sample
 from serve import Drafter, Engine, Output, SamplingParams, Scheduler, launch
+from shift import connect
 
 TINY = Path(__file__).parent / "tiny"
 SWIFT = Path(__file__).parent / "tiny-swiftkv"
@@ -69,9 +72,9 @@ def suffix(args):
         for kind, heat in (("repeat", 0), ("edit", 0), ("unrelated", 1), ("noise", 3)):
             pairs, same, totals = [], True, [0, 0, 0, 0]
             for repeat in range(args.repeats):
-                chats = tasks(kind, max(4, at_once), seed=repeat)
+                chats = tasks(kind, max(4, at_once), seed=f"{at_once} {repeat}")     # no chat twice
                 found = {name: run(engines[name], chats, at_once=at_once, temperature=heat,
-                                   seed=1000 * repeat)
+                                   seed=1000 * repeat + 100 * at_once)
                          for name in sorted(engines, reverse=repeat % 2)}
                 pairs.append(found["off"][0] / found["suffix"][0])
                 same &= found["off"][1] == found["suffix"][1]
@@ -95,6 +98,8 @@ def written(tokenizer, tokens, prompt=(0,)):
 def drafting(args):
     """The time of a draft beside a history of 1 MB, for stories that go on by half; then the memory
     after 10,000 finished requests: stories, and tokens at random, the worst case."""
+    if dist.get_rank():                                      # one process is enough for this
+        return
     tokenizer, rng = Tokenizer(TINY, Config.read(TINY)), random.Random(0)
     new_story, drafter, size = lambda: Story(rng, "held").text, Drafter(), 0
     while size < 2**20:
@@ -189,7 +194,7 @@ def table(args):
     for at_once in args.batch:
         for repeat in range(args.repeats):
             for name in sorted(engines, reverse=repeat % 2):
-                found[name].append(serve(engines[name], mixed(repeat), at_once))
+                found[name].append(serve(engines[name], mixed(f"{at_once} {repeat}"), at_once))
         if engines["Shift alone"].rank == 0:
             print(f"16 chats, {at_once} at once | seconds | of Shift alone | TTFT ms | TPOT ms | "
                   f"output tok/s")
@@ -219,6 +224,7 @@ def serve(engine, chats, at_once):
 
 
 def main(args):
+    connect()
     globals()[args.command](args)
 
 

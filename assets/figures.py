@@ -271,7 +271,10 @@ def paper(args, bench, model, cluster):
 
 
 def axes(title, columns=1, width=5.0):
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, panels = plt.subplots(1, columns, figsize=(width, 3.2), squeeze=False)

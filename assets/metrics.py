@@ -36,9 +36,10 @@ class Metrics:
         self.prompt_tokens += len(output.prompt)
         for histogram, seconds in zip(self.histograms, times):
             histogram.observe(seconds)
+        spent = f"ttft_ms={ttft * 1e3:.1f} tpot_ms={tpot * 1e3:.2f}" if count else (
+            f"seconds={output.last - output.arrived:.3f}")   # embedded, or cancelled early
         return (f"request {output.queue.name}/{output.index} prompt_tokens={len(output.prompt)} "
-                f"completion_tokens={count} ttft_ms={ttft * 1e3:.1f} tpot_ms={tpot * 1e3:.2f} "
-                f"finish={finish}")
+                f"completion_tokens={count} {spent} finish={finish}")
 
     def collect(self):
         """Called by prometheus_client: (kind, name, what it is, value or values, their labels)."""

@@ -153,7 +153,10 @@ def ours(model, rows, repeats, ranks, **options):
 
 def their_model(config):
     """The same weights in transformers."""
-    import transformers
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("this compares with transformers: pip install transformers") from None
     torch.set_num_threads(cores())
     weights = RandomWeights(config)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(

@@ -64,6 +64,8 @@ class Body(Call, create_model("SamplingBody", **{f.name: (f.type | None, None)
         """SamplingParams, which check the values. room: the tokens that the prompt leaves free."""
         for name in self.model_extra.keys() - self.IGNORED:
             value, plain = self.model_extra[name], self.UNSUPPORTED.get(name)
+            if value is not None and name not in self.UNSUPPORTED:
+                raise UserError(f"{name!r:.60} is no field of this request")
             if value is not None and value != plain:
                 raise UserError(f"{name!r:.60} is not supported, only its default {plain!r}")
         given = {f.name: getattr(self, f.name) for f in fields(SamplingParams)} | changes
