@@ -20,13 +20,14 @@ LANES = "steps", "layers", "compute", "collectives"
 class TraceFile:
     """Writes the first `trace_steps` steps of all ranks; does nothing without `--trace`.
 
-    A step is written between two steps, so this must be cheap. Most steps differ only in their
-    times: what they have in common is formatted once, as a template with a place for each time.
+    This happens between two steps, so it must be cheap: a step is only kept, and the steps of a
+    tenth of a second are formatted and written together. Most differ only in their times: what they
+    have in common is formatted once, as a template with a place for each time.
     """
 
     def __init__(self, link, options):
         self.link, self.left, self.file, self.templates = link, options.trace_steps, None, {}
-        self.events, self.flushed = [], 0.0
+        self.events, self.steps, self.flushed = [], [], 0.0
         if not options.trace:
             return
         with link.together():
@@ -60,6 +61,7 @@ class TraceFile:
 
     def flush(self):
         """Write what there is. (A write for each step would let the ranks wait for each other.)"""
+        self.events += (self._events_of(*step) for step in self.steps)
         try:
             if self.file is not None:
                 os.write(self.file, "".join(self.events).encode())
@@ -67,18 +69,28 @@ class TraceFile:
             print(f"serve.py: rank {self.link.rank}: --trace ends here: {e.strerror}\n", end="",
                   flush=True)
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file)
-        self.events, self.flushed = [], time.perf_counter()
+        self.events, self.steps, self.flushed = [], [], time.perf_counter()
 
     def request(self, id, start, end):
         """A request, from its arrival to its last token."""
         if self.file is not None:
-            self.events += (self._event(kind, 0, self._at(at), f"request {id}", cat="request", id=id)
-                            for kind, at in (("b", start), ("e", end)))
+            self.events += [self._event(kind, 0, self._at(at), f"request {id}", cat="request",
+                                        id=id) for kind, at in (("b", start), ("e", end))]
 
     def step(self, step, engine):
-        """A Step, and rank 0's counters after it."""
+        """A Step, and the counters after it: kept, to be written with the next ones."""
         if self.file is None:
             return
+        self.steps.append((step, engine.switch.threshold or 0, len(engine.scheduler.waiting),
+                           engine.num_blocks - engine.scheduler.blocks.available))
+        self.left -= 1
+        if not self.left:
+            self.close()
+        elif step.end - self.flushed > 0.1:
+            self.flush()
+
+    def _events_of(self, step, threshold, waiting, used):
+        """The events of a Step, as text; of the counters only rank 0's."""
         key = step.tokens, step.mode, *[call[:6] for call in step.calls]
         if key not in self.templates:
             if len(self.templates) > 4096:
@@ -98,15 +110,8 @@ class TraceFile:
         for start, stop in zip(layers, [*layers[1:], end]):
             times += start, stop - start
         if self.link.rank == 0:
-            used = engine.num_blocks - engine.scheduler.blocks.available
-            times += (end, step.tokens, engine.switch.threshold or 0,
-                      end, len(engine.scheduler.waiting), end, used)
-        self.events.append(self.templates[key] % tuple(times))
-        self.left -= 1
-        if not self.left:
-            self.close()
-        elif step.end - self.flushed > 0.1:
-            self.flush()
+            times += end, step.tokens, threshold, end, waiting, end, used
+        return self.templates[key] % tuple(times)
 
     def _template(self, step):
         """The events of such a step; %d for its times, and for what else changes."""
