@@ -119,9 +119,10 @@ def drafting(args):
             (times if i else first).append(time.perf_counter() - start)
             drafted += len(drafts)
     slow = sorted(times)[len(times) * 99 // 100]
-    print(f"a draft beside {size / 2**20:.1f} MB of text, {kept} tokens: {mean(times) * 1e6:.0f} us "
-          f"(median {median(times) * 1e6:.0f}, 99 % below {slow * 1e6:.0f}); the first one, of a "
-          f"new prompt, {median(first) * 1e6:.0f}; {drafted / len(times):.0%} found something")
+    print(f"a draft beside {size / 2**20:.1f} MB of text, {kept} tokens: "
+          f"{mean(times) * 1e6:.0f} us (median {median(times) * 1e6:.0f}, 99 % below "
+          f"{slow * 1e6:.0f}); the first one, of a new prompt, {median(first) * 1e6:.0f}; "
+          f"{drafted / len(times):.0%} found something")
     stories = [tokenizer.encode(new_story()) for _ in range(2000)]
     for kind, tokens in (("stories", lambda i: stories[i % 2000]),
                          ("random", lambda i: [rng.randrange(128_000) for _ in range(200)])):

@@ -1,5 +1,5 @@
-"""explain.py: what the server prints: how it has started; with --explain each step in words, and its
-collectives by shape and purpose.
+"""explain.py: what the server prints: how it has started; with --explain each step in words, and
+its collectives by shape and purpose.
 
     python serve.py --nproc 8 --explain            a line for each step
     python serve.py --nproc 8 --explain 2          and one for each collective of its first layer

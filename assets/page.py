@@ -42,7 +42,7 @@ def add_page(app, api):
     async def collectives(number: Annotated[int, Field(lt=2 ** 63)]):
         ranks = await asyncio.wrap_future(engine.ask("collectives", number))
         if None in ranks:
-            raise HTTPException(404, f"step {number} is not kept: only the last ones that have run are")
+            raise HTTPException(404, f"step {number} is not kept: only the last that have run are")
         return {"step": number, "ranks": ranks}
 
     @app.post("/threshold")
