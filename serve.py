@@ -788,7 +788,7 @@ class Engine:
         contexts = [request.num_computed + count for request, count in plan]
         short = (torch.tensor(values, dtype=torch.int32) for values in (tables, starts, contexts))
         return Batch(*map(torch.tensor, (token_ids, positions, slots)), *short, rows, len(pooled),
-                     torch.tensor(pool_of)), sampling
+                     torch.tensor(pool_of) if pooled else None), sampling
 
     def _record(self, plan, tokens, mode, start):
         """Count this step, and tell the trace and --explain's reader of it."""
