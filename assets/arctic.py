@@ -47,19 +47,25 @@ def tasks(kind, count, seed=0):
     return chats
 
 
-def run(engine, chats, most=200, at_once=1, temperature=0, seed=0):
-    """Serve the chats, so many at once; (seconds, output tokens, steps, drafted, accepted)."""
-    before, tokens = (engine.steps.total(), engine.drafted, engine.accepted), []
+def answer(engine, chats, at_once, **params):
+    """Serve the chats, so many at once; (seconds, their Outputs, which only rank 0 has)."""
+    seed, outputs = params.pop("seed", 0), []
     engine.link.barrier()
     start = time.perf_counter()
     for i in range(0, len(chats), at_once):
         prompts = [engine.tokenizer.chat([{"role": "user", "content": chat}])
                    for chat in chats[i:i + at_once]] if engine.rank == 0 else None
-        outputs = engine.generate(prompts, SamplingParams(
-            max_tokens=most, temperature=temperature, seed=seed + i))
-        tokens += [output.tokens for output in outputs or ()]
-    after = engine.steps.total(), engine.drafted, engine.accepted
-    return time.perf_counter() - start, tokens, *(b - a for a, b in zip(before, after))
+        outputs += engine.generate(prompts, SamplingParams(seed=seed + i, **params)) or ()
+    return time.perf_counter() - start, outputs
+
+
+def run(engine, chats, most=200, at_once=1, temperature=0, seed=0):
+    """(seconds, output tokens, steps, drafted, accepted) of serving the chats."""
+    counts = lambda: (engine.steps.total(), engine.drafted, engine.accepted)
+    before = counts()
+    seconds, outputs = answer(engine, chats, at_once, max_tokens=most, temperature=temperature,
+                              seed=seed)
+    return seconds, [one.tokens for one in outputs], *(b - a for a, b in zip(before, counts()))
 
 
 def suffix(args):
@@ -195,7 +201,7 @@ def table(args):
     for at_once in args.batch:
         for repeat in range(args.repeats):
             for name in sorted(engines, reverse=repeat % 2):
-                found[name].append(serve(engines[name], mixed(f"{at_once} {repeat}"), at_once))
+                found[name].append(figures(engines[name], mixed(f"{at_once} {repeat}"), at_once))
         if engines["Shift alone"].rank == 0:
             print(f"16 chats, {at_once} at once | seconds | of Shift alone | TTFT ms | TPOT ms | "
                   f"output tok/s")
@@ -208,18 +214,12 @@ def table(args):
         found = {name: [] for name in engines}
 
 
-def serve(engine, chats, at_once):
+def figures(engine, chats, at_once):
     """(seconds, median TTFT, mean seconds of a token after the first, output tokens a second)."""
-    outputs = []
-    engine.link.barrier()
-    start = time.perf_counter()
-    for i in range(0, len(chats), at_once):
-        prompts = [engine.tokenizer.chat([{"role": "user", "content": chat}])
-                   for chat in chats[i:i + at_once]] if engine.rank == 0 else None
-        outputs += engine.generate(prompts, SamplingParams(max_tokens=150, temperature=0)) or ()
-    seconds, tokens = time.perf_counter() - start, sum(len(one.tokens) for one in outputs)
+    seconds, outputs = answer(engine, chats, at_once, max_tokens=150, temperature=0)
     if engine.rank:
         return 0, 0, 0, 0
+    tokens = sum(len(one.tokens) for one in outputs)
     after = sum(one.last - one.first for one in outputs) / (tokens - len(outputs))
     return seconds, median(one.first - one.arrived for one in outputs), after, tokens / seconds
 

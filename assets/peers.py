@@ -254,9 +254,9 @@ def run_prefill(model, repeats, path):
 
     def timed_forward(batch, mode):
         start = time.perf_counter()
-        logits = forward(batch, mode)
+        result = forward(batch, mode)
         inside.append(time.perf_counter() - start)
-        return logits
+        return result
     engine.model.forward = timed_forward
     greedy = SamplingParams(max_tokens=1, temperature=0)
     results = {}

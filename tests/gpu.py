@@ -30,10 +30,11 @@ import bench                                             # puts assets/ on the p
 import kernels
 from common import factorizations, write_checkpoint
 from model import Config, Graph, Llama, SamplingParams, rope_tables
-from peers import prompts_of
+from peers import model_size, prompts_of
 from serve import Engine
 from shift import Link, connect, launch
 from test_engine import write_tokenizer
+from test_graphs import fake_capture
 
 LARGE = dict(dim=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=128256)   # Llama 3.2 1B
 SMALL = dict(dim=64, layers=2, heads=8, kv_heads=4, ffn=128, vocab=512)
@@ -206,12 +207,8 @@ def throughput(b, directory):
     for eager in (False, True):
         engine = engine_of(b, directory, eager=eager)
         if not b.cuda and not eager:                         # "graphs" that run eagerly
-            graph = lambda function: (lambda result: (
-                lambda: result[0].copy_(function()[0]), result))(function())
-            engine.model.graphs = [Graph(engine.model, n, 64, graph) for n in (4, 1)]
-        shapes = engine.config.tensors()
-        shapes.pop("model.embed_tokens.weight")
-        weights = sum(torch.Size(shape).numel() for shape in shapes.values())
+            engine.model.graphs = [Graph(engine.model, n, 64, fake_capture) for n in (4, 1)]
+        weights, _ = model_size(engine.config)
         weights *= engine.model.dtype.itemsize / engine.layout.ranks
         how = "eager" if eager else "graphs"
         for batch in batches:
@@ -290,9 +287,9 @@ def comparisons(b, directory):
 
     def finished(self, *args):
         """crossover times what `forward` does; on a GPU it only launches it."""
-        logits = forward(self, *args)
+        result = forward(self, *args)
         b.sync()
-        return logits
+        return result
     few = ["--max-step-tokens", "64", "--kv-blocks", "64", "--requests", "2", "--input", "8",
            "--output", "4", "--tokens", "16", "--repeats", "1", "--link", "gloo"]
     for command, more in (("crossover", []), ("compare", ["--workload", "latency", "burst"])):

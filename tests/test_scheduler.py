@@ -599,6 +599,13 @@ def random_prompt(draw, driver, documents, most):
     return prompt + [draw.randrange(VOCAB) for _ in range(draw.choice((0, 0, 1, 7)))]
 
 
+def arrivals(draw, driver, documents, room, most):
+    """New requests, of any length that fits, unless `most` or more are there."""
+    for _ in range(draw.choice((0, 0, 1, 3)) if len(driver.unfinished()) < most else 0):
+        prompt = random_prompt(draw, driver, documents, room * 2 // 3)[:room - 1]
+        driver.add(prompt, draw.randint(1, min(room - len(prompt), room // 2)))
+
+
 CANCEL = {"unheard of": 0.02, "waiting": 0.004, "in its prompt": 0.04, "in decode": 0.01,
           "preempted": 0.04}             # the chance in each step, by state
 SHAPES = [(1, 40, 5, 7), (1, 25, 30, 12), (4, 12, 4, 6), (4, 9, 3, 16), (4, 24, 10, 11),
@@ -614,10 +621,7 @@ def test_random_traffic(size, blocks, max_seqs, budget):
     documents = [[draw.randrange(VOCAB) for _ in range(size * blocks)] for _ in range(3)]
     room, cancelled, names, evicted = size * blocks, Counter(), set(), 0
     while driver.steps < 3000:
-        busy = len(driver.unfinished())
-        for _ in range(draw.choice((0, 0, 1, 3)) if busy < 8 else 0):
-            prompt = random_prompt(draw, driver, documents, room * 2 // 3)[:room - 1]
-            driver.add(prompt, draw.randint(1, min(room - len(prompt), room // 2)))
+        arrivals(draw, driver, documents, room, most=8)
         for id in driver.unfinished():
             state = state_of(driver, id)
             if draw.random() < CANCEL[state]:

@@ -18,7 +18,7 @@ from model import Sample, SamplingParams, sample
 from serve import Drafter, Engine, Output, Scheduler, Suffixes, verify
 from shift import connect
 from test_engine import GREEDY, SMALL, Pieces, Solo, answer, excused, judge, traffic_world
-from test_scheduler import SHAPES, VOCAB, Driver, alone, random_prompt
+from test_scheduler import SHAPES, VOCAB, Driver, alone, arrivals
 
 REPETITIVE = ("random:dim=32,layers=2,heads=8,kv_heads=2,head_dim=12,ffn=64,vocab=8,max_len=256,"
               "seed=3")
@@ -319,10 +319,7 @@ def test_random_traffic_with_drafts(size, blocks, max_seqs, budget, small):
     documents = [[draw.randrange(VOCAB) for _ in range(size * blocks)] for _ in range(3)]
     room, drafted = size * blocks, Counter()
     while driver.steps < 1000:
-        busy = len(driver.unfinished())
-        for _ in range(draw.choice((0, 0, 1, 3)) if busy < 6 else 0):
-            prompt = random_prompt(draw, driver, documents, room * 2 // 3)[:room - 1]
-            driver.add(prompt, draw.randint(1, min(room - len(prompt), room // 2)))
+        arrivals(draw, driver, documents, room, most=6)
         for id in driver.unfinished():
             if draw.random() < 0.01:
                 driver.text(id)
